@@ -300,19 +300,16 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
     Every allocated page of the full pool has a page of the window pool until its tokens have left
     the window of all of its owners. All page numbers and slots in arguments and results are those
-    of the full pool. `full_to_swa_index_mapping[slot]` (int64 `[size + page_size]` on the device,
-    0 = unmapped) is the token's slot in the window pool. Operations are atomic over both pools.
+    of the full pool. `full_to_swa_index_mapping[slot]` (int64 `[size + page_size]` on the device, 0
+    if unmapped) is the token's slot in the window pool. Operations are atomic over both pools.
 
     A page never has more window owners than owners. `free_pages` is not told which sequence frees a
     page, so it assumes an owner whose window has passed the page if there is one. A window page can
     thus be kept too long but is never freed too early. A caller whose window still covers the page
     calls `free_swa_pages` first.
 
-    Args:
-        size: Tokens in the full pool, a positive multiple of `page_size`.
-        size_swa: Tokens in the window pool, a positive multiple of `page_size`.
-        page_size: Tokens per page of both pools.
-        device: Device of the pools and of the mapping.
+    `size` and `size_swa` are the tokens of the full and of the window pool, positive multiples of
+    `page_size`. The pools and the mapping are on `device`.
     """
 
     def __init__(
@@ -337,14 +334,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         return self.full.ref_counts(pages)
 
     def swa_ref_counts(self, pages: Indices) -> Int64Array:
-        """Return the number of owners that have each page in their window.
-
-        Args:
-            pages: Page numbers `[n]` of the full pool.
-
-        Returns:
-            int64 `[n]`; 0 for a page without a window page.
-        """
+        """Count the window owners of each page; 0 for a page without a window page."""
         window_pages = self._swa_page[self._valid_pages(pages)]
         owners = np.zeros(len(window_pages), dtype=np.int64)
         owners[window_pages > 0] = self.swa.ref_counts(window_pages[window_pages > 0])
@@ -378,9 +368,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
     def free_swa_pages(self, pages: Indices) -> None:
         """Drop one window owner of each page; the owners of the full pages stay.
 
-        Args:
-            pages: Page numbers `[n]` of the full pool that have left one owner's window; a page
-                listed twice loses two window owners.
+        A page listed twice loses two window owners.
         """
         distinct, times = np.unique(self._valid_pages(pages), return_counts=True)
         assert (self.swa_ref_counts(distinct) >= times).all(), "double free of window slots"
@@ -523,9 +511,8 @@ class WindowShares:
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
         """Raise AssertionError unless the ledger counts exactly the owners of each page.
 
-        Args:
-            tables: Row and pages of every sequence.
-            cached: Pages that a prefix cache owns.
+        `tables` lists the row and the pages of every sequence. A prefix cache owns the pages
+        `cached`.
         """
         owners, window_owners = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
         owners[cached] += 1

@@ -27,23 +27,15 @@ _MOVED = 32  # pages per copy of `compact`, which bounds the temporary memory of
 
 @dataclass(frozen=True, kw_only=True)
 class _Growth:
-    """A planned `extend` of a batch of sequences.
+    """A planned `extend` of n sequences. All fields but `copied` are `[n]`."""
 
-    Attributes:
-        rows: Row of each sequence in the request table, int64 `[n]`.
-        old: Present lengths in tokens, int64 `[n]`.
-        new: New lengths in tokens, int64 `[n]`.
-        start: Position of the first new slot of each sequence, int64 `[n]`: the old length, or the
-            start of the last page if that page is shared and has to be copied. The copy thus counts
-            as a new page.
-        copied: Shared pages to copy, in the order of the sequences.
-    """
-
-    rows: Int64Array
-    old: Int64Array
-    new: Int64Array
+    rows: Int64Array  # rows of the request table
+    old: Int64Array  # present lengths in tokens
+    new: Int64Array  # new lengths in tokens
+    # Position of the first new slot: the old length, or the start of the last page if that page is
+    # shared and has to be copied. The copy thus counts as a new page.
     start: Int64Array
-    copied: Int64Array
+    copied: Int64Array  # shared pages to copy, in the order of the sequences
 
 
 class BlockManager:

@@ -59,28 +59,18 @@ def row_bytes(dtype: torch.dtype, width: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig(ABC):
-    """Shape, size and dtypes of a KV pool; subclasses define the rows of a token.
+    """Shape, size and dtypes of a KV pool, as documented in `KVCacheConfig`.
 
-    Attributes:
-        num_layers: Attention layers that store tokens in the pool.
-        size: Capacity in tokens, a multiple of `page_size`; the pool adds one padding page. Fewer
-            than 2**31, because request tables store slots as int32.
-        page_size: Tokens per page.
-        dtype: Stored dtype, one of `STORABLE_DTYPES`.
-        device: Device of the pool.
-        compute_dtype: Dtype in which rows of fp8 or FP4 storage are read; None selects bfloat16.
-            Rows of other dtypes are read as stored.
-        slot_major: Whether all layers of a slot are adjacent in memory, which lets the pool be
-            resized on a memsaver tag. Otherwise all slots of a layer are adjacent.
+    Subclasses define the rows of a token.
     """
 
     num_layers: int
-    size: int
+    size: int  # fewer than 2**31, because request tables store slots as int32
     page_size: int = 16
     dtype: torch.dtype
     device: torch.device | str
-    compute_dtype: torch.dtype | None = None
-    slot_major: bool = False
+    compute_dtype: torch.dtype | None = None  # fp8 and FP4 only: other rows are read as stored
+    slot_major: bool = False  # otherwise all slots of a layer are adjacent
 
     @property
     @abstractmethod

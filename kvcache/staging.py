@@ -23,41 +23,24 @@ from kvcache.pools import MHATokenToKVPool
 
 
 class Assignment(NamedTuple):
-    """A range of the staging buffer.
+    """A range of the staging buffer. The reader sends offset and round to the writer."""
 
-    Attributes:
-        id: Identifier for `StagingAllocator.free`.
-        offset: First byte of the range.
-        round: Round of the range, to be sent to the writer with the offset.
-    """
-
-    id: int
-    offset: int
+    id: int  # for `StagingAllocator.free`
+    offset: int  # first byte of the range
     round: int
 
 
 class Watermark(NamedTuple):
-    """The free part of the ring.
+    """The free part of the ring."""
 
-    Attributes:
-        round: All ranges of earlier rounds are free.
-        tail: Ranges of `round` that begin before this byte are free.
-    """
-
-    round: int
-    tail: int
+    round: int  # all ranges of earlier rounds are free
+    tail: int  # ranges of `round` that begin before this byte are free
 
 
 def may_fill(round: int, end: int, watermark: Watermark) -> bool:
-    """Return whether a writer may fill its range.
+    """Return whether a writer may fill its range: all earlier ranges on the same bytes are free.
 
-    Args:
-        round: Round of the range.
-        end: Byte after the range.
-        watermark: The latest watermark that the reader sent.
-
-    Returns:
-        Whether every earlier range on the same bytes is free.
+    `end` is the byte after the range, and `watermark` the latest that the reader sent.
     """
     before = round - 1  # the round that last assigned the same bytes
     return (
@@ -70,12 +53,8 @@ def may_fill(round: int, end: int, watermark: Watermark) -> bool:
 class StagingAllocator:
     """Ring allocator of a staging buffer, owned by the reader.
 
-    It works on numbers and touches no memory. Not thread-safe.
-
-    Args:
-        size_bytes: Size of the buffer.
-        alignment: Alignment of every offset in bytes, a power of two. From 16 on, copies can move
-            16 bytes at a time.
+    It works on numbers and touches no memory. Not thread-safe. Every offset is a multiple of
+    `alignment` bytes, a power of two. From 16 on, copies can move 16 bytes at a time.
     """
 
     def __init__(self, size_bytes: int, alignment: int = 256) -> None:
@@ -97,13 +76,9 @@ class StagingAllocator:
         return len(self._live)
 
     def assign(self, nbytes: int) -> Assignment | None:
-        """Assign a range, which a writer may have to wait for.
+        """Assign a range, or return None if it is larger than the ring.
 
-        Args:
-            nbytes: Size of the range.
-
-        Returns:
-            The range, or None if it is larger than the ring.
+        Its writer may have to wait until older ranges are freed (`may_fill`).
         """
         assert nbytes > 0, f"can't assign {nbytes} bytes"
         if nbytes > self.size_bytes:
@@ -118,15 +93,9 @@ class StagingAllocator:
         return assigned
 
     def free(self, id: int) -> Watermark:
-        """Free a range; ranges may be freed in any order.
+        """Free a range, in any order, and return the new watermark, to be sent to the writers.
 
-        Its writer must have finished, or must know that it may not start.
-
-        Args:
-            id: Identifier of the range.
-
-        Returns:
-            The new watermark, to be sent to the writers.
+        The range's writer must have finished, or must know that it may not start.
         """
         assert id in self._live, f"range {id} is not assigned: never issued, or freed before"
         self._live.remove(id)
@@ -143,38 +112,22 @@ class StagingAllocator:
 
 
 class HeadSlice(NamedTuple):
-    """The heads that a source rank sends to a destination rank.
-
-    Attributes:
-        src_tp_rank: The source rank.
-        src_head_start: First head, counted in the source rank's pool.
-        dst_head_start: First head, counted in the destination rank's pool.
-        num_heads: Number of consecutive heads.
-    """
+    """The consecutive heads that a source rank sends to a destination rank."""
 
     src_tp_rank: int
-    src_head_start: int
-    dst_head_start: int
+    src_head_start: int  # counted in the source rank's pool
+    dst_head_start: int  # counted in the destination rank's pool
     num_heads: int
 
 
 def head_writers(
     src_size: int, dst_size: int, dst_rank: int, total_kv_heads: int
 ) -> tuple[HeadSlice, ...]:
-    """Compute which heads each source rank sends to a destination rank.
+    """Compute which heads each source rank sends to a destination rank, in the order of sources.
 
     Every head of a destination has exactly one writer. Of r source ranks that store the same head,
     the i-th sends it to the destination ranks with `dst_rank % r == i`. Neither size has to divide
     the other.
-
-    Args:
-        src_size: Tensor-parallel size of the source.
-        dst_size: Tensor-parallel size of the destination.
-        dst_rank: Rank of the destination.
-        total_kv_heads: KV heads of the model.
-
-    Returns:
-        The slices in the order of source ranks, which together cover all heads of the destination.
 
     Raises:
         ValueError: The rank is outside its size, or neither of a size and the number of heads
@@ -192,14 +145,7 @@ def head_writers(
 
 
 def heads_per_rank(tp_size: int, total_kv_heads: int) -> int:
-    """Return the number of KV heads per rank.
-
-    Args:
-        tp_size: Tensor-parallel size.
-        total_kv_heads: KV heads of the model.
-
-    Returns:
-        The number of heads, at least 1.
+    """Return the number of KV heads per rank, at least 1.
 
     Raises:
         ValueError: Neither number divides the other.
@@ -224,14 +170,11 @@ def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
 
 
 def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of all layers of a pool, for the functions of `kvcache.ops`.
+    """Return the keys `[L, N, H, D]` and values `[L, N, H, Dv]` of a pool, for `kvcache.ops`.
 
-    Args:
-        pool: A pool in either memory order, but not FP4, whose codes and scales are not staged.
-
-    Returns:
-        Keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (for fp8, bytes without scales
-        applied), valid while the pool exists.
+    They are views of the stored elements (for fp8, bytes without scales applied), valid while the
+    pool exists. The pool may have either memory order, but may not be FP4, whose codes and scales
+    are not staged.
     """
     assert not pool.fp4, "FP4 pools can't be staged: their rows are codes and scales"
     return pool.stored["k"], pool.stored["v"]

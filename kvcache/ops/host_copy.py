@@ -29,15 +29,10 @@ WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64, 16: tl.uint64}  
 
 @dataclass(frozen=True)
 class Side:
-    """One part of the slots in both memories, as bytes.
+    """One part of the slots in both memories, as bytes."""
 
-    Attributes:
-        device: uint8 `[layers, slots, row bytes]`.
-        host: uint8 `[layers, pages, page size, row bytes]`.
-    """
-
-    device: Tensor
-    host: Tensor
+    device: Tensor  # uint8 [layers, slots, row bytes]
+    host: Tensor  # uint8 [layers, pages, page size, row bytes]
 
 
 class HostCopyPlan:
@@ -90,19 +85,12 @@ def copy_rows(
     to_host: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Copy slots `device_slots[i]` to host rows `host_rows[i]`, or back, in a range of layers.
+    """Copy slots `device_slots[i]` to host rows `host_rows[i]`, or back, in consecutive layers.
 
-    The Triton kernel is queued on the current stream; the torch version waits for the copy. Indices
-    are not range-checked. A target that is listed twice contains either of the rows afterwards.
-
-    Args:
-        plan: The memories to copy between.
-        host_rows: `page * page_size + offset` with host pages counted from 0, int64 `[n]` on the
-            device.
-        device_slots: Slots of the pool, int64 `[n]` on the device.
-        layers: Consecutive layers to copy.
-        to_host: Whether to copy to the host; otherwise to the device.
-        impl: Implementation to use.
+    A host row is `page * page_size + offset`, with host pages counted from 0. Both index tensors
+    are int64 `[n]` on the device and are not range-checked. A target that is listed twice contains
+    either of the rows afterwards. The Triton kernel is queued on the current stream; the torch
+    version waits for the copy.
     """
     if not len(host_rows) or not layers:
         return

@@ -70,15 +70,8 @@ def set_kv_buffer_fp8(
 ) -> None:
     """Quantize rows to fp8 and write them to uint8 buffers; `quant.py` defines the rounding.
 
-    Args:
-        k: Keys in float32, float16 or bfloat16.
-        v: Values in float32, float16 or bfloat16.
-        k_buffer: uint8 `[N, H, D]`.
-        v_buffer: uint8 `[N, H, Dv]`.
-        loc: Target slots.
-        inverse_scales: Factors for k and v, fp32 `[2]` on the device.
-        dtype: The fp8 dtype to store; values beyond its range saturate.
-        impl: Implementation to use.
+    k and v are float32, float16 or bfloat16, and `inverse_scales` are their factors, fp32 `[2]` on
+    the device. Values beyond the range of `dtype`, the stored fp8 dtype, saturate.
     """
     if loc.shape[0] == 0:
         return
@@ -99,13 +92,8 @@ def set_kv_buffer_fp4(
 ) -> None:
     """Quantize rows to FP4 and write codes and block scales; `quant.py` defines the rounding.
 
-    Args:
-        k: Keys in float32, float16 or bfloat16; D is a multiple of 16.
-        v: Values in float32, float16 or bfloat16; Dv is a multiple of 16.
-        k_parts: Codes uint8 `[N, H, D / 2]` and block scales uint8 `[N, H, D / 16]` of the keys.
-        v_parts: Codes and block scales of the values.
-        loc: Target slots.
-        impl: Implementation to use.
+    k and v are float32, float16 or bfloat16, with D and Dv multiples of 16. `k_parts` are codes
+    uint8 `[N, H, D / 2]` and block scales uint8 `[N, H, D / 16]`, and `v_parts` the same for v.
     """
     if loc.shape[0] == 0:
         return
@@ -131,14 +119,8 @@ def set_kv_buffer_fp4(
 def move_rows(parts: Sequence[Tensor], tgt: Tensor, src: Tensor, impl: Impl = "auto") -> None:
     """Move rows, `part[:, tgt[i]] = part[:, src[i]]`, reading all rows before writing any.
 
-    The function does not synchronize.
-
-    Args:
-        parts: Integer tensors `[L, N, W]` with equal L and N and a contiguous last dimension.
-        tgt: Target slots, int64 `[n]` on the device of the parts, not range-checked. A slot listed
-            twice contains either of its rows afterwards.
-        src: Source slots, int64 `[n]`.
-        impl: Implementation to use.
+    The parts are integer tensors `[L, N, W]` with equal L and N and a contiguous last dimension;
+    tgt and src are int64 `[n]` on their device. The function does not synchronize.
     """
     if tgt.shape[0] == 0:
         return

@@ -51,18 +51,11 @@ def read_fp8(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Read and dequantize rows of an fp8 buffer.
+    """Dequantize rows of an fp8 buffer into contiguous `[n, H, D]` of `dtype`, saturated.
 
-    Args:
-        buffer: uint8 `[N, H, D]` with a contiguous last dimension.
-        loc: Slots to read, int64 `[n]`.
-        scale: Factor of the stored values, fp32, one element.
-        stored: The fp8 dtype of the buffer.
-        dtype: float32, float16 or bfloat16.
-        impl: Implementation to use.
-
-    Returns:
-        Contiguous rows `[n, H, D]` of `dtype`, saturated.
+    `buffer` is uint8 `[N, H, D]` with a contiguous last dimension and elements of the fp8 dtype
+    `stored`, which are multiplied by `scale`, one fp32 element. `loc` is int64 `[n]`, and `dtype`
+    is float32, float16 or bfloat16.
     """
     limit = torch.finfo(dtype).max
     if not use_triton(impl, buffer.device) or not loc.shape[0]:
@@ -81,10 +74,7 @@ def read_fp8(
 
 
 def quantise_fp4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize floating-point rows to FP4.
-
-    Args:
-        rows: Floating-point rows `[..., W]`; W is a multiple of 16.
+    """Quantize floating-point rows `[..., W]` to FP4; W is a multiple of 16.
 
     Returns:
         Codes uint8 `[..., W / 2]` and block scales uint8 `[..., W / 16]`.
@@ -120,17 +110,11 @@ def dequantise_fp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def read_fp4(
     codes: Tensor, scales: Tensor, loc: Tensor, dtype: torch.dtype, impl: Impl = "auto"
 ) -> Tensor:
-    """Read and dequantize rows of an FP4 buffer; only the requested rows are read.
+    """Dequantize rows of an FP4 buffer into contiguous `[n, H, D]` of `dtype`, saturated.
 
-    Args:
-        codes: Codes, uint8 `[N, H, D / 2]` with a contiguous last dimension.
-        scales: Block scales, uint8 `[N, H, D / 16]` with a contiguous last dimension.
-        loc: Slots to read, int64 `[n]`.
-        dtype: float32, float16 or bfloat16.
-        impl: Implementation to use.
-
-    Returns:
-        Contiguous rows `[n, H, D]` of `dtype`, saturated.
+    Only the requested rows are read. `codes` are uint8 `[N, H, D / 2]` and `scales` uint8
+    `[N, H, D / 16]`, both with a contiguous last dimension; `loc` is int64 `[n]`. `dtype` is
+    float32, float16 or bfloat16.
     """
     if not use_triton(impl, codes.device) or not loc.shape[0]:
         return dequantise_fp4(codes[loc], scales[loc], dtype)

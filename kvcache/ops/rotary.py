@@ -18,11 +18,9 @@ _TILE = 1024  # pairs of elements per program
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryTables:
-    """Cosines and sines of a rotary embedding.
+    """Cosines and sines of a rotary embedding that rotates `dim` elements of a head.
 
-    Attributes:
-        cos: Contiguous fp32 `[positions, dim / 2]`; `dim` elements of a head are rotated.
-        sin: Like `cos`.
+    Both tables are contiguous fp32 `[positions, dim / 2]`.
     """
 
     cos: Tensor
@@ -50,20 +48,12 @@ def rotate_and_store(
 
     The first R <= D elements of a head are rotated, the others copied. cos, sin and every product
     are rounded to q's dtype, as in transformers. On a GPU, neither positions nor slots are
-    range-checked.
+    range-checked. If a slot is listed twice, it contains either of its rows afterwards.
 
-    Args:
-        q: Queries `[T, Hq, D]` with contiguous heads. q, k, v and the caches have one dtype.
-        k: Keys `[T, Hkv, D]` with contiguous heads.
-        v: Values `[T, Hkv, Dv]` with contiguous heads; Dv = 0 writes no values.
-        positions: Contiguous int64 `[T]`.
-        slots: Contiguous int64 `[T]`. If a slot is listed twice, it contains either of its rows
-            afterwards.
-        cos: Contiguous fp32 `[positions, R / 2]`.
-        sin: Like `cos`.
-        k_cache: `[N, Hkv, D]` with contiguous rows.
-        v_cache: `[N, Hkv, Dv]` with contiguous rows.
-        impl: Implementation to use.
+    q `[T, Hq, D]`, k `[T, Hkv, D]` and v `[T, Hkv, Dv]` have contiguous heads, `k_cache`
+    `[N, Hkv, D]` and `v_cache` `[N, Hkv, Dv]` contiguous rows. All five have one dtype. Dv = 0
+    writes no values. positions and slots are contiguous int64 `[T]`, cos and sin contiguous fp32
+    `[positions, R / 2]`.
 
     Returns:
         The rotated queries, contiguous `[T, Hq, D]`.
@@ -123,15 +113,9 @@ def rotate_heads(
 ) -> None:
     """Rotate whole heads of x and write them to `out`, rounding as `rotate_and_store` does.
 
-    Args:
-        x: `[T, H, D]` with contiguous heads.
-        positions: Contiguous int64 `[T]`.
-        cos: Contiguous fp32 `[positions, D / 2]`.
-        sin: Like `cos`.
-        out: Result, `[T, H, D]` with contiguous heads. A pair is always split over the two halves
-            of a head.
-        interleaved: Whether the elements of a pair are adjacent in x (DeepSeek).
-        impl: Implementation to use.
+    x and out are `[T, H, D]` with contiguous heads, positions contiguous int64 `[T]`, cos and sin
+    contiguous fp32 `[positions, D / 2]`. The elements of a pair are adjacent in x if `interleaved`
+    (DeepSeek). In `out`, a pair is always split over the two halves of a head.
     """
     if not use_triton(impl, x.device):
         halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x

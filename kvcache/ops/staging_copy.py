@@ -30,29 +30,19 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class Writers:
-    """The writers of a staged range and their heads.
+    """The writers of a staged range and their heads."""
 
-    Attributes:
-        heads: (First head in the pool, number of heads) of each writer, in staging order.
-        table: int64 `[writers, 3]` on the device: first head, number of heads, number of heads
-            staged before.
-    """
-
+    # (First head in the pool, number of heads) of each writer, in staging order.
     heads: tuple[tuple[int, int], ...]
+    # int64 [writers, 3] on the device: first head, number of heads, number of heads staged before.
     table: torch.Tensor
 
     @staticmethod
     def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
-        """Build the writers of the given heads.
+        """Build the writers of (first head in the pool, number of heads) pairs, in staging order.
 
-        The call synchronizes, so build writers once and not for every transfer.
-
-        Args:
-            heads: (First head in the pool, number of heads) of each writer, without overlap.
-            device: Device of the pool.
-
-        Returns:
-            The writers.
+        The pairs must not overlap. `device` is the device of the pool. The call synchronizes, so
+        build writers once and not for every transfer.
         """
         ends = list(itertools.accumulate(count for _, count in heads))
         pairs = zip(heads, ends, strict=True)
@@ -69,17 +59,7 @@ class Writers:
 
 
 def staged_bytes(k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int) -> int:
-    """Compute the staged size of tokens over all layers.
-
-    Args:
-        k: Keys of the pool `[L, N, H, D]`.
-        v: Values of the pool `[L, N, H, Dv]`.
-        tokens: Number of tokens.
-        heads: Number of heads per token.
-
-    Returns:
-        The size in bytes.
-    """
+    """Compute the staged size of tokens with `heads` heads each over all layers, in bytes."""
     return k.shape[0] * tokens * heads * sum(_row_bytes(k, v))
 
 
@@ -92,16 +72,9 @@ def gather_staged(
     staged: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """Copy `num_heads` heads of slots `loc` to a staging buffer, in all layers.
+    """Copy `num_heads` heads of slots `loc`, from `head_start` on, to `staged`, in all layers.
 
-    Args:
-        k: Keys of the pool `[L, N, H, D]`.
-        v: Values of the pool `[L, N, H, Dv]`.
-        loc: Slots to copy, int64 `[n]`.
-        head_start: First head.
-        num_heads: Number of heads.
-        staged: Target, contiguous uint8 `[staged_bytes(k, v, n, num_heads)]`.
-        impl: Implementation to use.
+    `staged` is contiguous uint8 `[staged_bytes(k, v, n, num_heads)]`.
     """
     _check(k, v, loc, staged, [(head_start, num_heads)])
     if len(loc) == 0:
@@ -124,14 +97,9 @@ def scatter_staged(
 ) -> None:
     """Copy the staged heads of all writers to slots `loc`; heads without a writer stay unchanged.
 
-    Args:
-        staged: The bytes of `gather_staged` of each writer in order, contiguous uint8
-            `[staged_bytes(k, v, n, writers.total)]`.
-        k: Keys of the pool `[L, N, H, D]`.
-        v: Values of the pool `[L, N, H, Dv]`.
-        loc: Target slots, int64 `[n]`. A slot listed twice contains either of its rows afterwards.
-        writers: The writers and their heads.
-        impl: Implementation to use.
+    `staged` contains the bytes of each writer's `gather_staged` in order, contiguous uint8
+    `[staged_bytes(k, v, n, writers.total)]`. A slot listed twice contains either of its rows
+    afterwards.
     """
     _check(k, v, loc, staged, writers.heads)
     if len(loc) == 0:

@@ -13,25 +13,16 @@ from memsaver import MemorySaver
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig:
-    """Configuration of a `MambaPool`.
-
-    Attributes:
-        num_layers: Linear layers of the model.
-        size: Requests whose states fit; the pool adds one padding slot.
-        conv_shapes: Shape of each convolution state of a layer, such as (channels, kernel - 1).
-        temporal_shape: Shape of a layer's recurrent state, such as (heads, head dim, state dim).
-        conv_dtype: Dtype of the convolution states: float32, float16 or bfloat16.
-        temporal_dtype: Dtype of the recurrent states: float32, float16 or bfloat16.
-        device: Device of the pool.
+    """Configuration of a `MambaPool`. Dtypes are float32, float16 or bfloat16.
 
     Raises:
         ValueError: `num_layers` or `size` is not a positive integer.
     """
 
-    num_layers: int
-    size: int
-    conv_shapes: tuple[tuple[int, ...], ...]
-    temporal_shape: tuple[int, ...]
+    num_layers: int  # linear layers of the model
+    size: int  # requests whose states fit; the pool adds one padding slot
+    conv_shapes: tuple[tuple[int, ...], ...]  # of a layer, each such as (channels, kernel - 1)
+    temporal_shape: tuple[int, ...]  # of a layer, such as (heads, head dim, state dim)
     conv_dtype: torch.dtype
     temporal_dtype: torch.dtype = torch.float32
     device: torch.device | str
@@ -63,15 +54,11 @@ class MambaPool:
     `conv` is a list of tensors `[L, size + 1, *shape]`, and `temporal` one such tensor. Slot 0 is
     for padded requests.
 
-    The states are in one block on the saver's `tag` and are undefined after a resume, except for
-    slot 0 and for slots allocated during the pause, which `on_resume` zeroes. The list of slots is
-    on the CPU and survives a pause, so slots can be allocated and freed while the tag is paused.
-    Their states can't be copied then. No method waits for the device. Not thread-safe.
-
-    Args:
-        config: Shapes, dtypes and size.
-        saver: Saver on whose tag the states are allocated; None uses plain torch memory.
-        tag: Tag of the states.
+    The states are in one block on the saver's `tag` (without a saver, in plain torch memory) and
+    are undefined after a resume, except for slot 0 and for slots allocated during the pause, which
+    `on_resume` zeroes. The list of slots is on the CPU and survives a pause, so slots can be
+    allocated and freed while the tag is paused. Their states can't be copied then. No method waits
+    for the device. Not thread-safe.
     """
 
     def __init__(
@@ -111,57 +98,30 @@ class MambaPool:
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """Allocate a slot with zeroed states.
-
-        Returns:
-            The slot, or None if none is free.
-        """
+        """Allocate a slot with zeroed states, or return None if no slot is free."""
         return self._take(self._zero)
 
     def clone(self, source: int) -> int | None:
-        """Allocate a slot with a copy of another slot's states.
-
-        Args:
-            source: An allocated slot.
-
-        Returns:
-            The new slot, or None if none is free.
-        """
+        """Allocate a slot with a copy of a slot's states, or return None if no slot is free."""
         return self._take(lambda slot: self.copy(slot, source))
 
     def copy(self, target: int, source: int) -> None:
-        """Copy the states of one slot to another.
-
-        Args:
-            target: An allocated slot, whose states are overwritten.
-            source: An allocated slot.
-        """
+        """Copy the states of one allocated slot to another."""
         assert {target, source} <= self._held
         assert not self._paused(), f"states can't be copied while tag {self._tag!r} is paused"
         for part in self._storage.parts.values():
             part[:, target] = part[:, source]
 
     def free(self, slot: int) -> None:
-        """Free a slot.
-
-        Args:
-            slot: An allocated slot.
-
-        Raises:
-            KeyError: The slot is not allocated.
-        """
+        """Free a slot; raise KeyError if it is not allocated."""
         self._held.remove(slot)
         self._to_zero.discard(slot)
         self._free.append(slot)
 
     def states(self, layer: int) -> tuple[list[Tensor], Tensor]:
-        """Return views of one layer's states.
+        """Return a layer's convolution states and recurrent state, views `[size + 1, *shape]`.
 
-        Args:
-            layer: Index among the linear layers.
-
-        Returns:
-            The convolution states and the recurrent state, each `[size + 1, *shape]`.
+        `layer` is an index among the linear layers.
         """
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 

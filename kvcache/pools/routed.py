@@ -12,11 +12,9 @@ from memsaver import MemorySaver
 class RoutedKVPool(KVPool):
     """A pool whose layers are spread over several pools, addressed by slots of the first.
 
-    Subclasses translate slots of the first pool to slots of the others.
-
-    Args:
-        pools: The pools; size, page size, device and dtype of the first one are reported.
-        routes: For each layer id, the pool and the layer's index in it.
+    Subclasses translate slots of the first pool to slots of the others. Size, page size, device and
+    dtype are those of the first pool. `routes` maps a layer id to the pool and the layer's index in
+    it.
     """
 
     def __init__(
@@ -36,12 +34,6 @@ class RoutedKVPool(KVPool):
 
     def route(self, layer_id: int) -> tuple[MHATokenToKVPool, int]:
         """Return the pool of a layer and the layer's index in it.
-
-        Args:
-            layer_id: Layer of the model.
-
-        Returns:
-            The pool, and the index of the layer in the pool.
 
         Raises:
             ValueError: No pool stores the layer.
@@ -96,18 +88,11 @@ class SWAKVPool(RoutedKVPool):
     """Pool with full-attention layers in `full_pool`, sliding layers in a smaller `window_pool`.
 
     All methods take slots of the full pool. The pool translates them to slots of the window pool by
-    `full_to_swa_index_mapping` (int64, slot -> slot, 0 = unmapped), which the allocator owns and
+    `full_to_swa_index_mapping` (int64, slot -> slot, 0 if unmapped), which the allocator owns and
     changes in place. An unmapped slot is translated to the padding page. Views of a sliding layer
     (`get_kv_buffer`) are those of the window pool, indexed by its slots. Each of the two pools has
-    its own block on the tag.
-
-    Args:
-        full: Config of the pool for full-attention layers.
-        window: Config of the pool for sliding layers.
-        full_layers: Layer ids of the full-attention layers.
-        window_layers: Layer ids of the sliding layers.
-        saver: Saver on whose tag the pools are allocated; None uses plain torch memory.
-        tag: Tag of the pools.
+    its own block on the saver's `tag`, or in plain torch memory without a saver. `full_layers` and
+    `window_layers` are the layer ids of the two pools.
 
     Raises:
         ValueError: A layer id is listed twice, or their number is not `num_layers` of its config.
@@ -132,11 +117,9 @@ class SWAKVPool(RoutedKVPool):
         super().__init__((self.full_pool, self.window_pool), full_routes | window_routes)
 
     def register_mapping(self, full_to_swa_index_mapping: Tensor) -> None:
-        """Set the mapping to the slots of the window pool.
+        """Set the mapping to the slots of the window pool, int64 `[full_pool.size + page_size]`.
 
-        Args:
-            full_to_swa_index_mapping: The allocator's mapping, int64 `[full.size + page_size]`; the
-                pool keeps a reference, not a copy.
+        The pool keeps a reference, not a copy.
 
         Raises:
             ValueError: Shape, dtype or device do not fit.
@@ -157,11 +140,8 @@ class SWAKVPool(RoutedKVPool):
 class HybridLinearKVPool(RoutedKVPool):
     """Pool of the full-attention layers of a model whose other layers keep states (`MambaPool`).
 
-    Args:
-        config: Config of the pool for the full-attention layers.
-        full_layers: Layer ids of the full-attention layers.
-        saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
-        tag: Tag of the pool.
+    `full_layers` are the layer ids of the full-attention layers. Without a saver, the pool is in
+    plain torch memory.
 
     Raises:
         ValueError: A layer id is listed twice, or their number is not `config.num_layers`.

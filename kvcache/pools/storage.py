@@ -19,16 +19,10 @@ Tensors = Sequence[Tensor]  # rows, or the stored parts of a kind of row in a la
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPart:
-    """A tensor that a slot stores in every layer.
+    """A tensor that a slot stores in every layer."""
 
-    Attributes:
-        name: Name of the part, such as "k".
-        row: Shape of the part in a slot.
-        dtype: Stored dtype.
-    """
-
-    name: str
-    row: tuple[int, ...]
+    name: str  # such as "k"
+    row: tuple[int, ...]  # shape in a slot
     dtype: torch.dtype
 
     @property
@@ -39,18 +33,12 @@ class PoolPart:
 class SlotStorage:
     """Memory of a pool: a tensor `[layers, slots, *row]` per part, in one uint8 block without gaps.
 
+    The block is on the saver's `tag`, or in plain torch memory without a saver. `slots` includes
+    the padding page. If `slot_major`, all layers of a slot are adjacent: the tensors are strided
+    views, and the block can be resized at its end. Otherwise the parts follow one another.
+
     The contents are undefined at first. Slots are not range-checked, because that would synchronize
     on a GPU.
-
-    Args:
-        parts: Parts of a slot.
-        num_layers: Layers of the pool.
-        slots: Slots, including the padding page.
-        device: Device of the block.
-        saver: Saver on whose tag the block is allocated; None uses plain torch memory.
-        tag: Tag of the block.
-        slot_major: Whether all layers of a slot are adjacent. The tensors are then strided views,
-            and the block can be resized at its end. Otherwise the parts follow one another.
     """
 
     def __init__(
@@ -158,11 +146,8 @@ class Codec(ABC):
     def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
         """Write two rows per token to slots `loc`.
 
-        Args:
-            layer: Layer of the pool.
-            rows: The two tensors of rows, of one dtype, already validated.
-            into: The stored parts of the two kinds of rows.
-            loc: Target slots.
+        `rows` are the two tensors of rows, of one dtype and already validated, and `into` the
+        stored parts of the two kinds of rows.
         """
 
     @abstractmethod

@@ -157,14 +157,10 @@ class KVPool(ABC):
 class TokenPool(KVPool):
     """A pool with one storage block: rows `[L, size + ps, H, W]` for every kind of row.
 
-    A pause discards the contents unless the tag saves its content. Slots outside page 0 are
-    undefined at first. `size` is the number of usable tokens: `config.size`, unless the pool was
-    resized or its tag was resumed with less memory.
-
-    Args:
-        config: Shape, size and dtypes.
-        saver: Saver on whose tag the block is allocated; None uses plain torch memory.
-        tag: Tag of the block.
+    The block is on the saver's `tag`, or in plain torch memory without a saver. A pause discards
+    the contents unless the tag saves its content. Slots outside page 0 are undefined at first.
+    `size` is the number of usable tokens: `config.size`, unless the pool was resized or its tag was
+    resumed with less memory.
     """
 
     def __init__(
@@ -281,11 +277,9 @@ class TokenPool(KVPool):
         return self._layers[layer_id]
 
     def _check_rows(self, loc: Tensor, **rows: tuple[Tensor, tuple[int | None, int]]) -> None:
-        """Raise ValueError unless all rows fit the pool and have the same dtype.
+        """Raise ValueError unless all rows fit the pool and `loc` and have the same dtype.
 
-        Args:
-            loc: Slots, whose number the rows must match.
-            **rows: For each name, the tensor and its required heads and width.
+        `rows` maps a name to the tensor and its required heads and width.
         """
         check_loc("loc", loc, self.device)
         dtypes = self._codec.accepts
@@ -510,11 +504,7 @@ class MLATokenToKVPool(TokenPool):
 class DoubleSparseTokenToKVPool(MHATokenToKVPool):
     """Pool for double sparsity: keys, values and labels `[L, size + ps, H, heavy_channel_num]`.
 
-    Args:
-        config: Shape, size and dtypes; labels are of `config.row_dtype`.
-        heavy_channel_num: Elements of a label per head, 1 to `config.head_dim`.
-        saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
-        tag: Tag of the pool.
+    Labels are of `config.row_dtype`. `heavy_channel_num` is 1 to `config.head_dim`.
 
     Raises:
         ValueError: `heavy_channel_num` is out of range, the saver is on another device, or the
@@ -538,12 +528,7 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         return (PoolPart(name="label", row=shape, dtype=self.config.row_dtype),)
 
     def set_label_buffer(self, layer_id: int, loc: Tensor, label: Tensor) -> None:
-        """Write labels to slots.
-
-        Args:
-            layer_id: Layer of the pool.
-            loc: Target slots, int64 `[n]`.
-            label: Labels `[n, H, heavy_channel_num]` of `config.row_dtype`.
+        """Write labels `[n, H, heavy_channel_num]` of `config.row_dtype` to slots, int64 `[n]`.
 
         Raises:
             ValueError: The layer is not in this pool, or a tensor does not fit it.
@@ -554,13 +539,7 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         set_rows(label, buffer, loc)
 
     def get_label_buffer(self, layer_id: int) -> Tensor:
-        """Return a view of a layer's labels.
-
-        Args:
-            layer_id: Layer of the pool.
-
-        Returns:
-            Labels `[size + ps, H, heavy_channel_num]`.
+        """Return a view of a layer's labels, `[size + ps, H, heavy_channel_num]`.
 
         Raises:
             ValueError: The layer is not in this pool.

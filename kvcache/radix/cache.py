@@ -37,21 +37,13 @@ POLICIES: dict[EvictionPolicy, Policy] = {
 
 @dataclass(slots=True)
 class Walk:
-    """The result of following a key down a tree.
-
-    Attributes:
-        root: Root of the tree.
-        path: Nodes whose runs match completely.
-        length: Tokens in `path`.
-        child: Node whose run matches in part, or None.
-        inside: Tokens of `child` that match, in whole pages.
-    """
+    """The result of following a key down a tree."""
 
     root: RadixNode
-    path: list[RadixNode]
-    length: int
-    child: RadixNode | None
-    inside: int
+    path: list[RadixNode]  # nodes whose runs match completely
+    length: int  # tokens in `path`
+    child: RadixNode | None  # node whose run matches in part
+    inside: int  # tokens of `child` that match, in whole pages
 
     @property
     def end(self) -> RadixNode:
@@ -68,17 +60,7 @@ class PrefixTree:
 
     The cache is one of the owners of each of its pages and drops out when it evicts the page. A
     page that a sequence also owns becomes free when that sequence ends. The cache is on the CPU and
-    not thread-safe.
-
-    Args:
-        allocator: Ledger of the pages.
-        eviction_policy: Which unlocked leaf is evicted first: the least recently used ("lru"), the
-            most recently used ("mru"), the oldest ("fifo"), the least often used ("lfu"), or that
-            of lowest priority ("priority"). Ties of the last two go to the least recently used.
-        version: Weight version of the first entries.
-
-    Raises:
-        ValueError: The eviction policy is unknown.
+    not thread-safe. The arguments are those of `RadixCache`.
     """
 
     def __init__(
@@ -263,11 +245,7 @@ class PrefixTree:
         assert node.generation.leaves.is_right(node, wanted), f"{node} is queued wrongly"
 
     def generations(self) -> list[Generation]:
-        """Return the trees of each version that has tokens, oldest first, the current one last.
-
-        Returns:
-            The trees, one object per version.
-        """
+        """Return the trees of each version that has tokens, oldest first, the current one last."""
         return [*self._garbage.values(), self._current]
 
     def _nodes(self) -> Iterator[RadixNode]:

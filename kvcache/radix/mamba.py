@@ -11,28 +11,18 @@ from kvcache.radix.node import NodeUsage, RadixNode, Tokens, as_run
 
 @dataclass
 class MambaMatch(PrefixMatch):
-    """The longest cached prefix of a key that ends at a state.
+    """The longest cached prefix of a key that ends at a state."""
 
-    Attributes:
-        state: Slot with the states after `length` tokens, to be cloned; None if length is 0.
-        paged: Tokens whose pages are cached, which may exceed `length`.
-    """
-
-    state: int | None
-    paged: int
+    state: int | None  # slot with the states after `length` tokens, to be cloned; None if 0 tokens
+    paged: int  # tokens whose pages are cached, which may exceed `length`
 
 
 @dataclass(frozen=True)
 class MambaInsert:
-    """The result of `MambaRadixCache.insert`.
+    """The result of `MambaRadixCache.insert`."""
 
-    Attributes:
-        length: Tokens for which the cache took no pages, as `RadixCache.insert` returns.
-        state_taken: Whether the cache now owns the slot; if not, the caller still does.
-    """
-
-    length: int
-    state_taken: bool
+    length: int  # tokens for which the cache took no pages, as `RadixCache.insert` returns
+    state_taken: bool  # whether the cache now owns the slot; if not, the caller still does
 
 
 class MambaRadixCache(PrefixTree):
@@ -45,14 +35,7 @@ class MambaRadixCache(PrefixTree):
     pages still serve its descendants. Every leaf has a state: a leaf that loses its state is
     removed, together with ancestors that become leaves without a state.
 
-    Args:
-        allocator: Ledger of the pages.
-        states: Pool of the states, from which the cached slots were allocated.
-        eviction_policy: Order of eviction, as in `RadixCache`.
-        version: Weight version of the first entries.
-
-    Raises:
-        ValueError: The eviction policy is unknown.
+    The cached slots were allocated from `states`. Other arguments are as in `RadixCache`.
     """
 
     def __init__(
@@ -69,12 +52,8 @@ class MambaRadixCache(PrefixTree):
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
         """Find the longest cached prefix of the current version that ends at a state.
 
-        Args:
-            key: Token ids `[n]`.
-            extra_key: Namespace; only entries inserted under an equal one match.
-
-        Returns:
-            The match, of length 0 if there is none. No node is split.
+        Only entries inserted under an equal `extra_key` match. The length is 0 if there is no
+        match. No node is split.
         """
         self._now += 1
         walk = self._walk(as_run(key), extra_key)
@@ -87,14 +66,9 @@ class MambaRadixCache(PrefixTree):
         return MambaMatch(length, walk.parts, path[-1], path[-1].state, paged)
 
     def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
-        """Count the tokens that `match_prefix` would match, without changing the cache.
+        """Count the tokens that `match_prefix` would match, and how many of them are locked.
 
-        Args:
-            key: Token ids `[n]`.
-            extra_key: Namespace.
-
-        Returns:
-            The number of matching tokens, and how many of them are locked.
+        The cache does not change.
         """
         path = self._to_state(self._walk(as_run(key), extra_key))
         return sum(node.length for node in path), sum(node.length for node in path if node.lock_ref)
@@ -111,19 +85,9 @@ class MambaRadixCache(PrefixTree):
     ) -> MambaInsert:
         """Add a key's pages and the states after its last token to the cache.
 
-        Ownership of pages passes as in `RadixCache.insert`. If the node at the end of the key
-        already has a state, it keeps that state.
-
-        Args:
-            key: Token ids of one or more whole pages, because states are stored at nodes.
-            pages: Page numbers `[len(key) // page_size]`.
-            state: Slot of the states after the key.
-            version: Weight version under which pages and states were computed.
-            extra_key: Namespace.
-            priority: Raises the priority of every node on the path to at least this number.
-
-        Returns:
-            The tokens for which no pages were taken, and whether the state was taken.
+        `key` must consist of one or more whole pages, because states are stored at nodes. `state`
+        is the slot of the states. If the node at the end of the key already has a state, it keeps
+        that state. Other arguments and the ownership of pages are as in `RadixCache.insert`.
         """
         run, ids = self._checked_entry(key, pages, version)
         assert len(key) and not len(key) % self.page_size, f"{len(key)} tokens end inside a page"
@@ -140,9 +104,6 @@ class MambaRadixCache(PrefixTree):
     def inc_lock_ref(self, node: RadixNode) -> None:
         """Lock the pages of a path and the state of its last node, until `dec_lock_ref`.
 
-        Args:
-            node: Node of a match.
-
         Raises:
             ValueError: The node or its state was evicted after it was matched.
         """
@@ -151,15 +112,10 @@ class MambaRadixCache(PrefixTree):
         super().inc_lock_ref(node)
 
     def evict_states(self, count: int) -> int:
-        """Evict states, those of older versions first, then in the order of the policy.
+        """Evict up to `count` unlocked states, and return how many were evicted.
 
-        An inner node becomes a tombstone; a leaf is removed with its pages.
-
-        Args:
-            count: States to evict at least, as far as they are not locked.
-
-        Returns:
-            The number of states evicted.
+        States of older versions are evicted first, then states in the order of the policy. An inner
+        node becomes a tombstone; a leaf is removed with its pages.
         """
         gone: list[RadixNode] = []
         before = self._num_states
@@ -177,9 +133,6 @@ class MambaRadixCache(PrefixTree):
         """Collect the state slots of all versions that the cache owns.
 
         The cost is proportional to the number of nodes.
-
-        Returns:
-            The slots.
         """
         return [node.state for node in self._nodes() if node.state]
 

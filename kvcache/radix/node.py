@@ -128,17 +128,13 @@ class EvictionQueue(Generic[T]):
 class NodeUsage:
     """The usage of a node, by which eviction policies rank it.
 
-    Attributes:
-        created: Tick at which the node was created; a match or an insert is one tick.
-        last_access: Tick of the last use.
-        hits: Number of uses.
-        priority: Highest priority of an insert through the node.
+    Times are counted in ticks; a match or an insert is one tick.
     """
 
     created: int
     last_access: int
     hits: int = field(default=0, kw_only=True)
-    priority: int = field(default=0, kw_only=True)
+    priority: int = field(default=0, kw_only=True)  # highest of the inserts through the node
 
     def touch(self, now: int, priority: int | None = None) -> None:
         self.last_access = now
@@ -151,33 +147,19 @@ class NodeUsage:
 class RadixNode(NodeUsage):
     """A node of a prefix tree, a run of whole pages. Callers use it only as a handle for locks.
 
-    A root has no tokens and is never locked. An evicted node has no parent.
-
-    Attributes:
-        generation: Trees of the node's weight version.
-        run: Token ids as int32 bytes.
-        pages: Page numbers; replaced but never written to, so that a match may keep the array.
-        parent: Parent node; None for a root or an evicted node.
-        extra_key: Namespace of a root.
-        is_root: Whether the node is a root.
-        children: Children by the bytes of their first page of tokens.
-        lock_ref: Locks on this node or its descendants, which is `own_lock_ref` plus the sum of the
-            children's `lock_ref`.
-        own_lock_ref: Locks on this node.
-        state: Slot of a Mamba state; 0 without one.
-        state_usage: Usage of the state.
+    A root has no tokens and is never locked. Roots and evicted nodes have no parent.
     """
 
-    generation: Generation
-    run: bytes
-    pages: Int64Array
+    generation: Generation  # trees of the node's weight version
+    run: bytes  # token ids as int32
+    pages: Int64Array  # replaced but never written to, so that a match may keep the array
     parent: RadixNode | None
-    extra_key: Hashable = None
+    extra_key: Hashable = None  # namespace of a root
     is_root: bool = False
-    children: dict[bytes, RadixNode] = field(default_factory=dict)
-    lock_ref: int = 0
-    own_lock_ref: int = 0
-    state: int = 0
+    children: dict[bytes, RadixNode] = field(default_factory=dict)  # by the run of their first page
+    lock_ref: int = 0  # locks on this node or its descendants: own_lock_ref plus the children's
+    own_lock_ref: int = 0  # locks on this node
+    state: int = 0  # slot of a Mamba state; 0 without one
     state_usage: NodeUsage | None = None
 
     @property

@@ -28,23 +28,17 @@ _ADVICE = "free some space or pass another directory; pages stored before are ke
 class DiskTier:
     """Store of pages on disk, one file per page, keyed by weight version and page hash.
 
-    One process at a time owns the directory. At the start, the tier keeps the pages that an earlier
-    process left under the same owner, format and version. It deletes all other pages and unfinished
-    files, and ignores files that are not pages.
+    One process at a time owns the directory, which is created if missing. At the start, the tier
+    keeps the pages that an earlier process left under the same owner, format and version. It
+    deletes all other pages and unfinished files, and ignores files that are not pages.
 
     A page is written under a temporary name and renamed when it is complete. Each file contains its
     key and a checksum; a file that does not match is deleted and counts as a miss. A crash at any
     point therefore only loses entries. Not thread-safe.
 
-    Args:
-        directory: Directory of the files, created if missing.
-        budget_bytes: Bytes that all files may take together.
-        page_bytes: Bytes of a page.
-        format: Format of the stored bytes (`HostKVCache.format`); files of another format are not
-            read.
-        owner: Name of the model and the run. In one directory, the same owner and version must mean
-            the same weights.
-        version: Weight version of the pages.
+    All files together take at most `budget_bytes`. `format` is that of the stored bytes
+    (`HostKVCache.format`). `owner` names the model and the run: in one directory, the same owner
+    and version must mean the same weights.
 
     Raises:
         ValueError: The budget is too small for a page.
@@ -100,24 +94,14 @@ class DiskTier:
         return key in self._entries
 
     def use(self, key: bytes) -> bool:
-        """Mark a page as most recently used.
-
-        Args:
-            key: Page hash.
-
-        Returns:
-            Whether the page is stored.
-        """
+        """Mark a page as most recently used, and return whether it is stored."""
         return self._entries.use(key) is not None
 
     def put(self, key: bytes, content: torch.Tensor) -> None:
         """Store a page under the present version, unless it is already stored.
 
         Pages are evicted to make room: those of older versions first, then the least recently used.
-
-        Args:
-            key: Page hash.
-            content: uint8 `[page_bytes]` on the CPU.
+        `content` is uint8 `[page_bytes]` on the CPU.
 
         Raises:
             BackendError: The disk is full or fails. The page is not stored; pages evicted to make
@@ -137,16 +121,10 @@ class DiskTier:
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
-        """Read a page.
+        """Read a page and return True, or return False on a miss.
 
-        A file that is damaged or can't be read is deleted and logged, and counts as a miss.
-
-        Args:
-            key: Page hash.
-            into: Target, uint8 `[page_bytes]` on the CPU; unchanged on a miss.
-
-        Returns:
-            Whether the page was read.
+        A file that is damaged or can't be read is deleted and logged, and counts as a miss. `into`
+        is uint8 `[page_bytes]` on the CPU, and unchanged on a miss.
         """
         path = self._entries.use(key)
         if path is None:
@@ -167,12 +145,9 @@ class DiskTier:
         return False
 
     def raise_version(self, version: int) -> None:
-        """Start a new weight version, which makes every entry a miss, in O(1).
+        """Start a new, greater weight version, which makes every entry a miss, in O(1).
 
         Files of older versions are deleted when room is needed, or at the next start.
-
-        Args:
-            version: The new version, greater than the present one.
         """
         self._entries.raise_version(version)
 

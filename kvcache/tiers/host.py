@@ -31,10 +31,9 @@ class HostTransfer:
         return all(event.query() for event in self._events)
 
     def wait(self, layer: int = -1) -> None:
-        """Make the current stream wait for the copy of layers 0 to `layer`; the host does not wait.
+        """Make the current stream wait for the copy of layers 0 to `layer` (-1 for all layers).
 
-        Args:
-            layer: Last layer to wait for; -1 waits for all layers.
+        The host does not wait.
         """
         if self._events:
             torch.cuda.current_stream().wait_event(self._events[layer])
@@ -77,13 +76,7 @@ class HostCacheConfig:
         check_option(self, "layout", self.layout in layouts, f"must be one of {', '.join(layouts)}")
 
     def pages(self, pool: TokenPool) -> int:
-        """Compute the number of host pages for a pool.
-
-        Args:
-            pool: The device pool.
-
-        Returns:
-            The number of pages, at least 1.
+        """Compute the number of host pages for a device pool, at least 1.
 
         Raises:
             ValueError: The size is too small for a page.
@@ -115,11 +108,6 @@ class HostKVCache:
     not be read after a load, or written after a backup, before `HostTransfer.wait`. Not
     thread-safe.
 
-    Args:
-        pool: The device pool.
-        config: Size and memory layout.
-        impl: Implementation of the copies.
-
     Raises:
         ValueError: The configured size is too small for a page.
         HostMemoryError: The host has too little memory.
@@ -147,14 +135,7 @@ class HostKVCache:
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: Tensor
     ) -> HostTransfer:
-        """Start to copy device slots to host slots, in all layers.
-
-        Args:
-            host_slots: Target slots `[n]` on the CPU, of allocated host pages.
-            device_slots: Source slots, int64 `[n]`.
-
-        Returns:
-            The transfer.
+        """Start to copy device slots, int64 `[n]`, to host slots `[n]` on the CPU, in all layers.
 
         Raises:
             ValueError: The pool's fp8 scales have changed, or `device_slots` has another dtype or
@@ -163,14 +144,7 @@ class HostKVCache:
         return self._start(host_slots, device_slots, [range(self.num_layers)], to_host=True)
 
     def load_to_device(self, host_slots: Indices, device_slots: Tensor) -> HostTransfer:
-        """Start to copy host slots to device slots, layer by layer.
-
-        Args:
-            host_slots: Source slots `[n]` on the CPU, of allocated host pages.
-            device_slots: Target slots, int64 `[n]`.
-
-        Returns:
-            The transfer; `wait(i)` waits for layers 0 to i only.
+        """Start to copy host slots `[n]` on the CPU to device slots, int64 `[n]`, layer by layer.
 
         Raises:
             ValueError: The pool's fp8 scales have changed, or `device_slots` has another dtype or
@@ -180,10 +154,7 @@ class HostKVCache:
         return self._start(host_slots, device_slots, layers, to_host=False)
 
     def read_page(self, page: int) -> Tensor:
-        """Copy the content of a host page, after waiting for all transfers.
-
-        Args:
-            page: An allocated host page.
+        """Copy the content of an allocated host page, after waiting for all transfers.
 
         Returns:
             uint8 `[page_bytes]`, the parts one after another, each `[layers, page_size, row]`.
@@ -191,12 +162,7 @@ class HostKVCache:
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
     def write_page(self, page: int, content: Tensor) -> None:
-        """Write the content of a host page, after waiting for all transfers.
-
-        Args:
-            page: An allocated host page.
-            content: Bytes as returned by `read_page`.
-        """
+        """Write bytes of `read_page` to an allocated host page, after waiting for all transfers."""
         assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
@@ -207,14 +173,7 @@ class HostKVCache:
         self._accepted = self.pool.format()
 
     def slots_of(self, pages: Int64Array) -> Tensor:
-        """Return the slots of host or device pages.
-
-        Args:
-            pages: Page numbers, int64 `[n]`.
-
-        Returns:
-            Slots, int64 `[n * page_size]` on the CPU.
-        """
+        """Return the slots of host or device pages, int64 `[n * page_size]` on the CPU."""
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 

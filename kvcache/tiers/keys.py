@@ -23,19 +23,11 @@ def stable_hash(*parts: bytes | memoryview) -> bytes:
 
 
 def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> list[bytes]:
-    """Compute a hash for each whole page of a token sequence.
+    """Compute a hash of 16 bytes for each whole page of a token sequence.
 
     A page is hashed with the hash of the page before it, and the first page with the namespace.
-    Equal hashes thus mean equal tokens from the start of the sequence.
-
-    Args:
-        tokens: Token ids `[n]`.
-        page_size: Tokens per page.
-        namespace: Namespace such as an adapter or a salt: a str, an int or None, whose hashes are
-            the same in every process.
-
-    Returns:
-        `n // page_size` hashes of 16 bytes.
+    Equal hashes thus mean equal tokens from the start of the sequence. `namespace`, such as an
+    adapter or a salt, is a str, an int or None, whose hashes are the same in every process.
 
     Raises:
         ValueError: The namespace has another type.

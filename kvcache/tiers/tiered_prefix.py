@@ -184,15 +184,10 @@ class LowerTiers:
 
 @dataclass
 class TieredMatch(PrefixMatch):
-    """A `PrefixMatch` some of whose pages may still be loading from a lower tier.
+    """A `PrefixMatch` some of whose pages may still be loading from a lower tier."""
 
-    Attributes:
-        transfer: The latest load; call `transfer.wait(layer)` before a layer reads the pages.
-        loaded: Tokens that this match began to load.
-    """
-
-    transfer: HostTransfer
-    loaded: int
+    transfer: HostTransfer  # the latest load; call `wait(layer)` before a layer reads the pages
+    loaded: int  # tokens that this match began to load
 
 
 class TieredPrefixCache(RadixCache):
@@ -201,17 +196,12 @@ class TieredPrefixCache(RadixCache):
     The lower tiers identify pages by their hash, so they do not follow splits and evictions of the
     tree. A page is found only under the weight version that it was inserted under.
 
+    `write_policy` decides when a page is copied to the host: when it is inserted ("write_through"),
+    at every second hit ("write_through_selective") or when it is evicted from the device
+    ("write_back"). `version` must be that of the disk tier.
+
     `extra_key` must be a str, an int or None. The writes of a page's rows must be queued on the
     current stream before the page is inserted.
-
-    Args:
-        allocator: Ledger of the device pages.
-        host: Host tier of the pool.
-        disk: Disk tier below the host, or None.
-        write_policy: When a page is copied to the host: when it is inserted ("write_through"), at
-            every second hit ("write_through_selective") or when it is evicted ("write_back").
-        eviction_policy: Order of eviction from the device, as in `RadixCache`.
-        version: Weight version of the first entries, the same as that of the disk tier.
 
     Raises:
         ValueError: A policy is unknown.
@@ -243,14 +233,7 @@ class TieredPrefixCache(RadixCache):
         """Find the longest prefix over all tiers, and start to load its pages from lower tiers.
 
         Loaded pages need device pages, for which other pages may be evicted. The match reserves
-        nothing.
-
-        Args:
-            key: Token ids `[n]`.
-            extra_key: Namespace: a str, an int or None.
-
-        Returns:
-            The match; wait for its transfer before its pages are read.
+        nothing. Wait for its transfer before reading its pages.
 
         Raises:
             ValueError: `extra_key` has another type, or the pool's fp8 scales have changed.
@@ -286,11 +269,7 @@ class TieredPrefixCache(RadixCache):
         return length
 
     def raise_version(self, version: int) -> None:
-        """Start a new weight version on every tier, in O(1).
-
-        Args:
-            version: The new version, greater than the present one.
-        """
+        """Start a new, greater weight version on every tier, in O(1)."""
         super().raise_version(version)
         self.lower.raise_version(version)
 
@@ -312,11 +291,8 @@ class TieredPrefixCache(RadixCache):
     def save(self, hashes: Sequence[bytes], pages: Int64Array) -> bool:
         """Start to copy pages of the present version to the host, whether cached or not.
 
-        The pages must not be written to before `wait_for_copies`.
-
-        Args:
-            hashes: Hashes of the pages.
-            pages: Page numbers on the device.
+        `hashes` are the hashes of the device pages, which must not be written to before
+        `wait_for_copies`.
 
         Returns:
             Whether the host will have all of the pages.
@@ -336,13 +312,10 @@ class TieredPrefixCache(RadixCache):
         self._last.synchronize()
 
     def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Start to copy up to one page of device slots to a separate host page.
+        """Start to copy up to one page of device slots, int64 `[n]`, to a separate host page.
 
-        Call `wait_for_copies` before the slots are written to.
-
-        Args:
-            slots: Device slots, int64 `[n]` with n <= page size.
-            wanted: Hashes of host pages that must not be dropped to make room.
+        Host pages with a hash in `wanted` are not dropped to make room. Call `wait_for_copies`
+        before the slots are written to.
 
         Returns:
             The host page, or 0 if the host has no room.
@@ -361,14 +334,7 @@ class TieredPrefixCache(RadixCache):
         return page
 
     def load_private(self, page: int, slots: torch.Tensor) -> HostTransfer:
-        """Start to copy a page of `store_private` to device slots.
-
-        Args:
-            page: The host page.
-            slots: Target slots, int64 `[n]`.
-
-        Returns:
-            The transfer.
+        """Start to copy a page of `store_private` to device slots, int64 `[n]`.
 
         Raises:
             ValueError: The pool's fp8 scales have changed.

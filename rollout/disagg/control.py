@@ -39,60 +39,34 @@ _OPTIONS: dict[int, int | bytes] = {
 
 
 class Hello(NamedTuple):
-    """Greeting of a rank, with the properties on which both engines must agree.
-
-    Attributes:
-        tp_size: Number of ranks of its engine.
-        tp_rank: Its rank in the engine.
-        geometry: Model and pool rows as text; must be equal on both sides.
-        ring_bytes: Size of a decode rank's ring; 0 in the greeting of a prefill rank.
-        ticket: Transport-specific handle with which a prefill rank opens the ring.
-    """
+    """Greeting of a rank, with the properties on which both engines must agree."""
 
     tp_size: int
     tp_rank: int
-    geometry: str
-    ring_bytes: int = 0
-    ticket: Any = None
+    geometry: str  # model and pool rows as text; must be equal on both sides
+    ring_bytes: int = 0  # size of a decode rank's ring; 0 in the greeting of a prefill rank
+    ticket: Any = None  # transport-specific handle with which a prefill rank opens the ring
 
 
 class Range(NamedTuple):
-    """Bytes [offset, end) of a decode rank's ring for tokens [first, first + tokens) of a prompt.
-
-    Attributes:
-        first: Position of the first token in the prompt.
-        tokens: Number of tokens.
-        id: Allocation id of the `StagingAllocator`.
-        offset: First byte in the ring.
-        end: Byte after the last.
-        round: Pass over the ring in which the `StagingAllocator` assigned the range.
-    """
+    """Ring bytes [offset, end) of a decode rank for tokens [first, first + tokens) of a prompt."""
 
     first: int
     tokens: int
-    id: int
+    id: int  # `id` and `round` are those of the `StagingAllocator`
     offset: int
     end: int
     round: int
 
 
 class Ask(NamedTuple):
-    """Request of a decode rank: compute a prompt into ring ranges and draw the first tokens.
+    """Request of a decode rank: compute a prompt into ring ranges and draw the first tokens."""
 
-    Attributes:
-        number: Number of the request, counted from 0.
-        prompt: Token ids.
-        params: Sampling parameters of the request.
-        seed: Seed of the request.
-        indices: Indices of the samples that share the prompt; index and seed determine the draws.
-        ranges: Ranges of the decode rank's ring that receive the keys and values.
-    """
-
-    number: int
-    prompt: list[int]
+    number: int  # counted from 0
+    prompt: list[int]  # token ids
     params: SamplingParams
     seed: int
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # samples that share the prompt; index and seed determine the draws
     ranges: tuple[Range, ...]
 
 
@@ -144,23 +118,14 @@ def decode(data: bytes) -> Message:
 
 
 class StagedCache(NamedTuple):
-    """The KV cache of one rank, all layers, as the source or target of staged copies.
+    """The KV cache of one rank, all layers, as the source or target of staged copies."""
 
-    Attributes:
-        k: Keys of all layers, [layers, slots, heads of the rank, D].
-        v: Values of all layers, [layers, slots, heads of the rank, Dv].
-        heads: KV heads of the whole model, over all ranks.
-        geometry: Model and pool rows as text.
-        rank: This rank of the engine.
-        size: Number of ranks of the engine.
-    """
-
-    k: Tensor
-    v: Tensor
-    heads: int
-    geometry: str = ""
+    k: Tensor  # [layers, slots, heads of the rank, D]
+    v: Tensor  # [layers, slots, heads of the rank, Dv]
+    heads: int  # KV heads of the whole model, over all ranks
+    geometry: str = ""  # model and pool rows as text
     rank: int = 0
-    size: int = 1
+    size: int = 1  # ranks of the engine
 
     @classmethod
     def of(cls, model: ModelConfig, cache: Cache, ranks: TensorParallel) -> Self:
@@ -209,14 +174,9 @@ def curve_keys(key: bytes) -> tuple[bytes, bytes]:
 class RankPeers:
     """The ranks of the peer engine, indexed by rank. Owns the socket.
 
-    After the first loss of a rank, nothing is sent or received.
-
-    Attributes:
-        name: "prefill" or "decode", the peer engine.
-        timeout: Seconds after which an unresponsive rank is lost.
-        hellos: Greeting of each rank, by rank.
-        lost: Which rank was lost first and why; None while all ranks are alive.
-        loss: The rank that was lost first; the number of ranks while all are alive.
+    After the first loss of a rank, nothing is sent or received. `lost` describes which rank was
+    lost first and why, or is None while all ranks are alive. `loss` is that rank, or the number of
+    ranks while all are alive.
     """
 
     def __init__(
@@ -230,20 +190,15 @@ class RankPeers:
         listen: tuple[str, int] | None = None,
         dial: Sequence[str] = (),
     ) -> None:
-        """Exchange greetings with all ranks.
+        """Exchange greetings with all ranks of the peer engine, "prefill" or "decode".
 
-        Args:
-            name: "prefill" or "decode", the peer engine.
-            hello: Greeting of this rank.
-            key: Secret that all ranks of both engines share.
-            timeout: Seconds after which a rank is lost if it accepts no message or its machine
-                does not answer heartbeats.
-            connect_timeout: Seconds to wait for the greetings.
-            listen: Endpoint of this rank, and the number of ranks that dial it.
-            dial: Endpoints of the ranks to dial; they may begin to listen later.
+        `listen` is the endpoint of this rank and the number of ranks that dial it; `dial` are the
+        endpoints of the ranks to dial, which may begin to listen later. All ranks of both engines
+        share the secret `key`. A rank is lost if it accepts no message for `timeout` seconds, or
+        its machine does not answer heartbeats for as long.
 
         Raises:
-            TimeoutError: Not all ranks sent a greeting.
+            TimeoutError: Not all ranks sent a greeting within `connect_timeout` seconds.
             ValueError: The ranks or models of the engines do not match.
         """
         self.name, self.timeout = name, timeout

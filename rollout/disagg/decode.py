@@ -27,27 +27,16 @@ OnLoss = Literal["recompute", "refuse"]
 
 @dataclass(eq=False, kw_only=True)
 class KVTransfer:
-    """Keys and values of a sample's prompt on their way into KV slots.
-
-    Attributes:
-        sample: Sample whose prompt was requested.
-        handle: Handle of its pages at the time of the request; the sample may lose them later.
-        slots: Slots for tokens `start` and following, int64.
-        start: Position of the first transferred token; the prefix cache has the tokens before it.
-        ranges: Ranges of the ring that receive the tokens.
-        waiting: Number of writers that each range still waits for.
-        first: First tokens of the samples, once a rank has announced a range.
-        refusal: Reason of a prefill rank for not computing the prompt.
-    """
+    """Keys and values of a sample's prompt on their way into KV slots."""
 
     sample: Sample
-    handle: ReqHandle | None
-    slots: Tensor
-    start: int
+    handle: ReqHandle | None  # of its pages at the request; the sample may lose them later
+    slots: Tensor  # for tokens `start` and following, int64
+    start: int  # first transferred token; the prefix cache has the tokens before it
     ranges: tuple[Range, ...]
-    waiting: list[int]
-    first: First | None = None
-    refusal: str | None = None
+    waiting: list[int]  # number of writers that each range still waits for
+    first: First | None = None  # set once a rank has announced a range
+    refusal: str | None = None  # reason of a prefill rank for not computing the prompt
 
     @property
     def wanted(self) -> bool:
@@ -62,9 +51,8 @@ class KVTransfer:
 class Inbox:
     """A decode rank's ring and the prompts that it has requested.
 
-    Attributes:
-        allocator: Assigns ranges of the ring.
-        transfers: Open transfers by request number; all ranks of the engine have the same order.
+    `transfers` are the open transfers by request number; all ranks of the engine have the same
+    order.
     """
 
     def __init__(
@@ -72,11 +60,7 @@ class Inbox:
     ) -> None:
         """Connect every prefill rank that sends to this one.
 
-        Args:
-            cache: Target of the transfers.
-            peers: Ranks of the prefill engine.
-            transport: Moves the bytes into the ring.
-            ring: uint8, on the device of the cache.
+        `ring` is uint8, on the device of the cache.
 
         Raises:
             ValueError: The ring is smaller than one token.

@@ -26,25 +26,17 @@ _WAIT_SECONDS = 0.05  # wait for messages when there is nothing to compute
 
 @dataclass(kw_only=True)
 class Parcel:
-    """One requested prompt, from admission until all decode ranks have it.
+    """One requested prompt, from admission until all decode ranks have it."""
 
-    Attributes:
-        asks: Request of each decode rank, by rank.
-        pages: Pages of the pool that it takes until it is sent; 0 if refused.
-        rows: Rows of the request table that it takes until it is sent; 0 if refused.
-        handle: Handle of its pages, once it is computed.
-        first: First tokens of its samples, once it is computed.
-        refusal: Reason for not computing it; None unless it is refused.
-        nth: Number of ranges sent (1 for a refusal that was sent), by decode rank.
-    """
-
-    asks: Sequence[Ask]
+    asks: Sequence[Ask]  # request of each decode rank, by rank
+    # Pages of the pool and rows of the request table that the prompt takes until it is sent; 0 if
+    # it is refused.
     pages: int
     rows: int
-    handle: ReqHandle | None = None
-    first: First | None = None
-    refusal: str | None = None
-    nth: Counter[int] = field(default_factory=Counter)
+    handle: ReqHandle | None = None  # of the pages, once they are computed
+    first: First | None = None  # first tokens of the samples, once they are computed
+    refusal: str | None = None  # reason for not computing the prompt
+    nth: Counter[int] = field(default_factory=Counter)  # ranges sent (1 for a refusal), by peer
 
 
 class Outbox:
@@ -53,10 +45,8 @@ class Outbox:
     Decode ranks assign ranges in the order of their requests. The next range of the first parcel is
     therefore the oldest range that is not freed, so it becomes ready and the queue cannot deadlock.
 
-    Attributes:
-        watermarks: Last watermark of each decode rank's ring.
-        parcels: All admitted parcels, by request number.
-        sent: Number of parcels, from the first on, that are sent completely.
+    `parcels` are all admitted parcels, by request number. The first `sent` of them are sent
+    completely.
     """
 
     def __init__(self, cache: StagedCache, peers: RankPeers, transport: Transport) -> None:
@@ -222,9 +212,7 @@ class PrefillEngine(Engine):
     def _admit(self, known: int, sent: int) -> None:
         """Queue requests in order while all fit into the pool together, so none is preempted.
 
-        Args:
-            known: Number of requests that all ranks of this engine have received.
-            sent: Number of parcels that all ranks of this engine have sent.
+        All ranks of this engine have received `known` requests and sent `sent` parcels.
         """
         parcels = self._outbox.parcels
         while len(parcels) < known:

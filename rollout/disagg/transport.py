@@ -22,30 +22,18 @@ class Transport(ABC):
 
     @abstractmethod
     def make_ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
-        """Allocate the ring of this decode rank.
-
-        Args:
-            nbytes: Size of the ring.
-            saver: Saver of the decode engine, whose device the ring is on.
+        """Allocate the ring of this decode rank, on the device of the decode engine's saver.
 
         Returns:
             The ring, uint8 [nbytes], and the ticket with which a prefill rank opens it.
         """
 
     def expect(self, peer: int) -> None:
-        """Connect a prefill rank; called in the order of prefill ranks.
-
-        Args:
-            peer: The prefill rank, which calls `open`.
-        """
+        """Connect a prefill rank, which calls `open`; called in the order of prefill ranks."""
         return
 
     def take(self, peer: int, part: Tensor) -> None:
-        """Receive announced bytes into the ring, on the current stream.
-
-        Args:
-            peer: The prefill rank that has announced them.
-            part: Target, a part of the ring.
+        """Receive announced bytes of a prefill rank into a part of the ring, on the current stream.
 
         Raises:
             RuntimeError: The peer is lost.
@@ -56,32 +44,22 @@ class Transport(ABC):
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
         """Open the ring of a decode rank, which calls `expect`.
 
-        Args:
-            peer: The decode rank.
-            ring_bytes: Size of its ring.
-            ticket: Ticket from its `make_ring`.
-            device: Device of the tensors that are sent.
+        `ticket` comes from the rank's `make_ring`. The tensors that are sent are on `device`.
         """
 
     @abstractmethod
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
         """Begin to send bytes to a decode rank's ring. The caller announces them afterwards.
 
-        Args:
-            peer: The decode rank.
-            staged: uint8; must not change until `settle`.
-            offset: First byte in the ring.
+        `staged` is uint8 and must not change until `settle`. `offset` is the first byte in the
+        ring.
 
         Raises:
             RuntimeError: The peer does not accept them.
         """
 
     def settle(self, peer: int) -> None:
-        """Wait until the tensor of the last `put` to the peer may be overwritten.
-
-        Args:
-            peer: The decode rank.
-        """
+        """Wait until the tensor of the last `put` to a decode rank may be overwritten."""
         return
 
     def close(self) -> None:

@@ -50,11 +50,10 @@ class MLPConfig(ABC):
 
     @abstractmethod
     def splits(self, size: int, experts: int) -> Splits:
-        """Return how tensor-parallel ranks share the parameters.
+        """Return how `size` tensor-parallel ranks share the parameters.
 
-        Args:
-            size: Number of ranks, which share the inner channels.
-            experts: Number of parts of whole experts; `size / experts` ranks share each part.
+        Ranks share the inner channels. Experts are first divided into `experts` parts of whole
+        experts, and `size / experts` ranks share each part.
         """
 
     def of_rank(self, rank: int, size: int, experts: int) -> MLPConfig:
@@ -76,11 +75,7 @@ class MLPConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(MLPConfig):
-    """A SwiGLU MLP.
-
-    Attributes:
-        inner: Number of inner channels.
-    """
+    """A SwiGLU MLP with `inner` inner channels."""
 
     inner: int
 
@@ -109,29 +104,19 @@ class GatedConfig(MLPConfig):
 class ExpertsConfig(MLPConfig):
     """A mixture of SwiGLU experts; the router sends each token to some of them.
 
-    Attributes:
-        experts: Number of experts of the whole model.
-        inner: Inner channels of each expert.
-        routing: Selection of experts from the router's logits.
-        wide_router: Compute the router's product in fp32.
-        wide_weights: Keep a token's expert weights in fp32 instead of the model's dtype.
-        bias: Add a constant fp32 bias to the scores that select experts.
-        shared: Inner channels of the shared expert, which every token passes through; None if
-            there is none.
-        shared_gate: Multiply the shared expert's output by the sigmoid of a learned product
-            (Qwen3-Next).
-        first: Index of the first expert that this rank holds.
+    Every token also passes through the shared expert, if there is one. With `shared_gate`, the
+    shared expert's output is multiplied by the sigmoid of a learned product (Qwen3-Next).
     """
 
-    experts: int
-    inner: int
+    experts: int  # of the whole model
+    inner: int  # inner channels of each expert
     routing: Routing
-    wide_router: bool = False
-    wide_weights: bool = False
-    bias: bool = False
-    shared: int | None = None
+    wide_router: bool = False  # compute the router's product in fp32
+    wide_weights: bool = False  # keep a token's expert weights in fp32, not the model's dtype
+    bias: bool = False  # add a constant fp32 bias to the scores that select experts
+    shared: int | None = None  # inner channels of the shared expert
     shared_gate: bool = True
-    first: int = 0
+    first: int = 0  # first expert that this rank holds
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -203,9 +188,7 @@ def shared_inner(name: str) -> Splits:
 class Experts:
     """A mixture of experts over views of the weight store, valid across pause and resume.
 
-    Attributes:
-        config: The experts and their routing.
-        routed: If set, [T or more, top_k]: each call writes the experts of its T tokens here.
+    If `routed` is set, [T or more, top_k], each call writes the experts of its T tokens to it.
     """
 
     routed: Tensor | None = None
@@ -244,30 +227,18 @@ class ModelConfig:
     """A decoder of pre-norm layers, independent of the format from which it was read.
 
     A layer is a token mixer (attention, for example), then an MLP, each after an RMSNorm.
-
-    Attributes:
-        vocab_size: Rows of the embedding.
-        hidden_size: Width of the residual stream.
-        rms_norm_eps: Epsilon of the RMSNorms.
-        max_position_embeddings: Longest sequence of the model, in tokens.
-        tie_word_embeddings: Whether the output layer uses the embedding's weights.
-        mixers: Token mixer of each layer.
-        mlps: MLP of each layer.
-        stop_token_ids: Tokens that end an answer.
-        hf_config: Hugging Face config of the model, which `kvcache.layout` reads.
-        zero_centred_norms: RMSNorms multiply by 1 + weight.
     """
 
     vocab_size: int
     hidden_size: int
     rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    mixers: tuple[MixerConfig, ...]
-    mlps: tuple[MLPConfig, ...]
+    max_position_embeddings: int  # longest sequence of the model, in tokens
+    tie_word_embeddings: bool  # whether the output layer uses the embedding's weights
+    mixers: tuple[MixerConfig, ...]  # by layer
+    mlps: tuple[MLPConfig, ...]  # by layer
     stop_token_ids: frozenset[int]
-    hf_config: Any = field(repr=False, compare=False)
-    zero_centred_norms: bool = False
+    hf_config: Any = field(repr=False, compare=False)  # Hugging Face config, for `kvcache.layout`
+    zero_centred_norms: bool = False  # RMSNorms multiply by 1 + weight
 
     @property
     def num_layers(self) -> int:
@@ -323,14 +294,8 @@ def _layer_groups(config: ModelConfig, index: int) -> list[ParamGroup]:
 def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> list[ParamGroup]:
     """Return the parameters of one tensor-parallel rank in memory order.
 
-    Args:
-        model: The whole model.
-        rank: The rank.
-        size: Number of ranks.
-        experts: Number of parts into which each layer's experts are divided.
-
-    Returns:
-        The parameters, fused where the model multiplies once.
+    Parameters are fused where the model multiplies once. The experts of each layer are divided into
+    `experts` parts.
 
     Raises:
         ValueError: The counts do not divide a parameter; names it.
@@ -344,15 +309,7 @@ def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> l
 
 
 def whole_manifest(model: ModelConfig, dtype: torch.dtype) -> Manifest:
-    """Return the manifest of an engine that holds the whole model.
-
-    Args:
-        model: The whole model.
-        dtype: Dtype of the parameters.
-
-    Returns:
-        The place of each parameter in the engine's arena.
-    """
+    """Return the manifest of an engine that holds the whole model with parameters of `dtype`."""
     return build_manifest(rank_groups(model, 0, 1), aliases(model), dtype)
 
 
@@ -366,17 +323,10 @@ def rank_model(model: ModelConfig, rank: int, size: int, experts: int = 1) -> Mo
 
 
 def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
-    """Return the KV layout of one tensor-parallel rank.
+    """Return the KV layout of one tensor-parallel rank; all `size` ranks have the same.
 
     A rank keeps its share of the KV heads (at least one head) or whole latent rows. Of the states
     of linear layers, it keeps the channels of its heads.
-
-    Args:
-        kv_layout: Layout of the whole model.
-        size: Number of ranks.
-
-    Returns:
-        The layout of any one rank; all ranks have the same.
     """
     rows = kv_layout.rows.items()
     states = kv_layout.temporal_shape
@@ -391,10 +341,7 @@ def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
 class Decoder:
     """The layers of a model over views of the weight store, valid across pause and resume.
 
-    Attributes:
-        lm_head: This rank's vocabulary rows of the output layer.
-        mlps: MLP of each layer.
-        mixers: Token mixer of each layer.
+    `lm_head` contains this rank's vocabulary rows of the output layer.
     """
 
     def __init__(self, config: ModelConfig, parts: LayerParts) -> None:
@@ -413,12 +360,9 @@ class Decoder:
     def __call__(self, token_ids: Tensor, batch: Batch) -> Tensor:
         """Run packed tokens of several requests, and store their keys and values in the cache.
 
-        Between layers, the residual stream and the product to be added to it stay separate, so
-        that each addition and the norm after it are one kernel.
-
-        Args:
-            token_ids: int64 [T], one request after the other.
-            batch: Positions, slots and attention plan of the tokens.
+        `token_ids` are int64 [T], one request after the other. Between layers, the residual stream
+        and the product to be added to it stay separate, so that each addition and the norm after it
+        are one kernel.
 
         Returns:
             Normalized hidden states [T, hidden].

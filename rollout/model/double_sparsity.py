@@ -37,21 +37,12 @@ def decode_sparse(
 ) -> Tensor:
     """Compute decode attention of each query head over its best `tokens` tokens.
 
-    Reads the labels of all tokens of a request, and the keys and values of the chosen tokens. A
-    bucket of at most `tokens` tokens gets full attention.
+    Reads the labels of all tokens of a request, and the keys and values of the chosen tokens. The
+    newest `recent` tokens are always chosen. A bucket of at most `tokens` tokens gets full
+    attention.
 
-    Args:
-        stored: Keys and values of the layer.
-        labels: [S, Hkv, n], the chosen channels of the keys in all slots.
-        channels: int64 [Hkv, n], the chosen channels.
-        tokens: Number of tokens per query head.
-        recent: Number of newest tokens that are always among them.
-        q: Queries, fp32 [b, Hq, D].
-        bucket: Requests of similar length.
-        scale: Factor of the scores.
-
-    Returns:
-        Outputs, fp32 [b, Hq, Dv].
+    `labels` [S, Hkv, n] are the chosen channels of the keys in all slots, and `channels` int64
+    [Hkv, n] their indices. Queries are fp32 [b, Hq, D], and outputs fp32 [b, Hq, Dv].
     """
     if bucket.slots.shape[1] <= tokens:
         return decode_bucket(stored.rows, q, bucket, scale)

@@ -37,12 +37,8 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 def resolve_model(path: str | Path, *, weights: bool = True) -> Path:
     """Return the folder of a model; download a model of the Hugging Face Hub into its cache.
 
-    Args:
-        path: A folder, or ORG/NAME on the Hub. An existing folder takes precedence.
-        weights: Whether to download the weights too.
-
-    Returns:
-        The folder; `path` itself if it is neither a folder nor a name on the Hub.
+    `path` is a folder, or ORG/NAME on the Hub. An existing folder takes precedence. A path that is
+    neither is returned unchanged. Weights are downloaded only if `weights` is true.
 
     Raises:
         ValueError: The download failed; the message begins with the model's name.
@@ -75,13 +71,7 @@ def _from_hub(name: str, weights: bool) -> Path:
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
-    """Read a decoder's configuration from config.json, and its stop tokens.
-
-    Args:
-        path: A Hugging Face model directory.
-
-    Returns:
-        The configuration.
+    """Read a decoder's configuration and stop tokens from a Hugging Face model directory.
 
     Raises:
         ValueError: config.json is missing, or this engine does not support the architecture or a
@@ -194,13 +184,7 @@ def _experts(config: Any) -> ExpertsConfig:
 
 
 def expert_routing(config: Any) -> Routing:
-    """Return how the routers of a config's model select and weight experts.
-
-    Args:
-        config: A Hugging Face config of a model with experts.
-
-    Returns:
-        The same routing as in transformers.
+    """Return how the routers of a Hugging Face config's model select and weight experts.
 
     Raises:
         ValueError: The config's `topk_method` is not supported.
@@ -240,9 +224,6 @@ def _expert_layers(config: Any) -> set[int]:
 def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return shapes and ties of the parameters of transformers' model of this directory.
 
-    Args:
-        path: A Hugging Face model directory.
-
     Returns:
         Shapes by name, without tied parameters; and the tied names, each with its stored name.
     """
@@ -259,14 +240,7 @@ def buffer_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that checkpoints contain, such as DeepSeek-V3's router biases.
-
-    Args:
-        model: A model of transformers.
-
-    Returns:
-        The buffers by full name.
-    """
+    """Return the buffers in checkpoints by full name, such as DeepSeek-V3's router biases."""
     buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -302,12 +276,7 @@ def iter_checkpoint(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, CPU tensor) from a directory's safetensors files, one at a time.
 
-    Args:
-        path: A Hugging Face model directory.
-        names: Tensors to read; None for all.
-
-    Yields:
-        Name and tensor.
+    `names` selects the tensors; None reads all.
 
     Raises:
         ValueError: A file is missing, truncated or damaged; names it.
@@ -320,13 +289,7 @@ def iter_checkpoint(
 
 
 def open_checkpoint(file: Path) -> Any:
-    """Open a safetensors file; it is mapped, not read.
-
-    Args:
-        file: Path of the file.
-
-    Returns:
-        The handle of `safetensors.safe_open`.
+    """Open a safetensors file by `safetensors.safe_open`; it is mapped, not read.
 
     Raises:
         ValueError: The file is truncated or damaged; names it.
@@ -342,13 +305,7 @@ def open_checkpoint(file: Path) -> Any:
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:
-    """List the safetensors files of a model directory.
-
-    Args:
-        path: A Hugging Face model directory.
-
-    Returns:
-        Their paths, all of which exist.
+    """List the safetensors files of a model directory, all of which exist.
 
     Raises:
         ValueError: A file is missing; names it.

@@ -303,23 +303,14 @@ def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 class Cut(NamedTuple):
-    """Properties of a launch that determine the size of its programs.
+    """Properties of a launch that determine the size of its programs."""
 
-    Attributes:
-        group: Query heads per KV head.
-        dim: Width of keys.
-        value_dim: Width of values.
-        wide: Result of `is_wide`.
-        latent: Result of `is_latent`.
-        fp8: Mantissa bits of fp8 storage, see `_gather`.
-    """
-
-    group: int
-    dim: int
-    value_dim: int
-    wide: bool
-    latent: bool
-    fp8: int
+    group: int  # query heads per KV head
+    dim: int  # width of keys
+    value_dim: int  # width of values
+    wide: bool  # result of `is_wide`
+    latent: bool  # result of `is_latent`
+    fp8: int  # mantissa bits of fp8 storage, see `_gather`
 
 
 def decode_blocks(cut: Cut) -> dict[str, Any]:

@@ -29,33 +29,24 @@ _FEW = 4096  # up to this many pairs, each program counts all of them, which sav
 class Routing:
     """Selection and weights of experts from a router's logits.
 
-    Attributes:
-        top_k: Number of experts per token.
-        normalise: Divide a token's weights by their sum before `scale` multiplies them.
-        sigmoid: Scores are sigmoids of the logits; otherwise a softmax over all logits.
-        groups: Number of equal groups of experts.
-        top_groups: Number of groups with the best scores, from which experts are selected.
-        judges: Number of a group's best scores that add up to the group's score.
-        scale: Factor of the weights.
+    Experts form `groups` equal groups. A token's experts are selected from the `top_groups` groups
+    with the best scores; the score of a group is the sum of its `judges` best scores.
     """
 
-    top_k: int
-    normalise: bool
-    sigmoid: bool = False
+    top_k: int  # experts per token
+    normalise: bool  # divide a token's weights by their sum before `scale` multiplies them
+    sigmoid: bool = False  # scores are sigmoids of the logits; otherwise a softmax over all logits
     groups: int = 1
     top_groups: int = 1
     judges: int = 1
-    scale: float = 1.0
+    scale: float = 1.0  # factor of the weights
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Select experts and compute their weights from a router's logits.
+        """Select experts and compute their weights from a router's logits [T, E].
 
-        Ties are resolved by `torch.topk`, as in transformers. The method only launches work and
-        never synchronizes.
-
-        Args:
-            logits: [T, E].
-            bias: fp32 [E], added to the scores that select experts, not to their weights.
+        `bias`, fp32 [E], is added to the scores that select experts, not to their weights. Ties are
+        resolved by `torch.topk`, as in transformers. The method only launches work and never
+        synchronizes.
 
         Returns:
             Experts int64 [T, top_k], best first, and their weights fp32 [T, top_k].
@@ -68,15 +59,7 @@ class Routing:
         return ids, self._weights(best if compared is scores else scores.gather(-1, ids))
 
     def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Compute the weights of given experts as `choose` does.
-
-        Args:
-            logits: [T, E].
-            ids: Experts, int64 [T, top_k].
-
-        Returns:
-            Weights, fp32 [T, top_k].
-        """
+        """Compute the fp32 weights of experts `ids`, int64 [T, top_k], as `choose` does."""
         return self._weights(self._scores(logits).gather(-1, ids))
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -159,17 +142,11 @@ def mix_experts(
 
 
 class Blocks(NamedTuple):
-    """Block sizes of both products.
+    """Block sizes of both products."""
 
-    Attributes:
-        rows: Rows of a block of pairs.
-        gate_up: Other compile-time arguments of `_product` for the first product.
-        down: The same for the second product.
-    """
-
-    rows: int
-    gate_up: dict[str, Any]
-    down: dict[str, Any]
+    rows: int  # rows of a block of pairs
+    gate_up: dict[str, Any]  # other compile-time arguments of `_product` for the first product
+    down: dict[str, Any]  # the same for the second product
 
 
 def product_blocks(pairs: int, experts: int, x: Tensor) -> Blocks:
@@ -220,30 +197,21 @@ def _cut(
 
 
 class Pairs(NamedTuple):
-    """Pairs sorted by expert.
+    """Pairs sorted by expert."""
 
-    Attributes:
-        order: int32 [pairs]: pair t * top_k + j for choice j of token t, sorted by expert. Pairs of
-            experts that are not held are left out, and as many entries at the end are undefined.
-        blocks: int32 [3, maximum number of blocks]: expert, first row in `order`, and end of the
-            expert's rows. First row and end are 0 for unused blocks.
-    """
-
+    # int32 [pairs]: pair t * top_k + j for choice j of token t, sorted by expert. Pairs of experts
+    # that are not held are left out, and as many entries at the end are undefined.
     order: Tensor
+    # int32 [3, maximum number of blocks]: expert, first row in `order`, and end of the expert's
+    # rows. First row and end are 0 for unused blocks.
     blocks: Tensor
 
 
 def sort_pairs(ids: Tensor, experts: int, block_m: int, base: int = 0) -> Pairs:
-    """Sort pairs by expert, and divide the pairs of each expert into blocks.
+    """Sort pairs by expert, and divide the pairs of each expert into blocks of `block_m` rows.
 
-    Args:
-        ids: Experts, contiguous int64 [T, top_k], not empty.
-        experts: Number of held experts.
-        block_m: Rows of a block.
-        base: Number of the first held expert.
-
-    Returns:
-        The sorted pairs.
+    `ids` are the experts, contiguous int64 [T, top_k], not empty. `experts` is the number of held
+    experts, and `base` the index of the first held expert.
     """
     pairs, width = ids.numel(), max(32, triton.next_power_of_2(experts))  # histograms need 32
     few = pairs <= _FEW

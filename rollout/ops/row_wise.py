@@ -55,19 +55,11 @@ def linear(
     wide: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply x by the transposed weight, and add the bias.
+    """Multiply x [T, K] by the transposed weight [N, K], and add the bias [N].
 
-    Inside `row_invariant_products`, the bits of a row depend only on that row.
-
-    Args:
-        x: [T, K].
-        weight: [N, K].
-        bias: [N]; must be None with `wide` or `out`, which ignore it.
-        wide: Return fp32 sums of the exact products, not rounded to x's dtype.
-        out: Tensor that receives the result.
-
-    Returns:
-        [T, N].
+    Inside `row_invariant_products`, the bits of a row depend only on that row. With `wide`, the
+    result is the fp32 sums of the exact products, not rounded to x's dtype. `out`, if given,
+    receives the result. `bias` must be None with `wide` or `out`, which ignore it.
     """
     rows, count = _padded.get(_key(weight, bias, wide), ()), len(x)
     if count >= len(rows) or rows[count] == count:
@@ -120,8 +112,8 @@ def row_invariant_products(device: torch.device) -> Iterator[None]:
 def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
     """Measure products on a GPU, and choose the number of rows to pad to.
 
-    Args:
-        products: One weight [N, K] of each shape and its bias [N]; overwritten with zeros.
+    `products` has one weight [N, K] of each shape and its bias [N]; they are overwritten with
+    zeros.
 
     Returns:
         The shapes for which the bits of a row depend on the number of rows even with padding.
@@ -180,18 +172,11 @@ def _shortest(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> flo
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, impl: Impl = "auto", *, zero_centred: bool = False
 ) -> Tensor:
-    """Compute weight * x / rms(x) over the last dimension.
+    """Compute weight * x / rms(x) over the last dimension, contiguous [..., H] of x's dtype.
 
-    Args:
-        x: [..., H]; the last dimension is contiguous, other strides of a matrix or a [T, heads, H]
-            view are arbitrary.
-        weight: [H], of x's dtype.
-        eps: Added to the mean of squares.
-        impl: Implementation; "auto" uses Triton on a GPU.
-        zero_centred: Multiply by 1 + weight in fp32.
-
-    Returns:
-        Contiguous [..., H] of x's dtype.
+    The last dimension of x [..., H] is contiguous; other strides of a matrix or a [T, heads, H]
+    view are arbitrary. weight is [H], of x's dtype. `eps` is added to the mean of squares. With
+    `zero_centred`, the gain is 1 + weight, in fp32.
     """
     if use_triton(impl, x.device):
         return _norm_triton(x, None, weight, eps, zero_centred)[0]
@@ -285,16 +270,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """Compute silu(gate) * up.
+    """Compute silu(gate) * up, contiguous [T, I].
 
     silu is computed in fp32 and rounded to the model dtype before the product, as in transformers.
-
-    Args:
-        gate_up: [T, 2I], gate first; elements of a row are contiguous, the row stride is arbitrary.
-        impl: Implementation; "auto" uses Triton on a GPU.
-
-    Returns:
-        Contiguous [T, I].
+    `gate_up` is [T, 2I], gate first. Elements of a row are contiguous; the row stride is arbitrary.
     """
     if not use_triton(impl, gate_up.device):
         gate, up = gate_up.chunk(2, dim=-1)

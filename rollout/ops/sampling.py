@@ -30,25 +30,15 @@ _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(M
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Sampling parameters of R rows, on the device.
+    """Sampling parameters of R rows, on the device."""
 
-    Attributes:
-        temperature: fp32 [R, 1]; 1 for greedy rows.
-        greedy: bool [R].
-        top_k: int64 [R]; 0 disables the filter.
-        top_p: fp64 [R]; 1 disables the filter.
-        counters: int64 [R, 3]: seed, sample index, position.
-        any_random: Whether any row is not greedy.
-        filtered_rows: Rows with top-k or top-p, int64 [F]; None if there are none.
-    """
-
-    temperature: Tensor
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    counters: Tensor
-    any_random: bool
-    filtered_rows: Tensor | None
+    temperature: Tensor  # fp32 [R, 1]; 1 for greedy rows
+    greedy: Tensor  # bool [R]
+    top_k: Tensor  # int64 [R]; 0 disables the filter
+    top_p: Tensor  # fp64 [R]; 1 disables the filter
+    counters: Tensor  # int64 [R, 3]: seed, sample index, position
+    any_random: bool  # whether any row is not greedy
+    filtered_rows: Tensor | None  # rows with top-k or top-p, int64 [F]; None if there are none
 
     @classmethod
     def build(
@@ -92,16 +82,11 @@ def uniform(counters: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
-    """Sample a token from each row of logits.
+    """Sample a token from each row of logits [R, vocab].
 
     The log-probability is log_softmax(logits / temperature)[token], before top-k and top-p, with
-    temperature 1 for greedy rows.
-
-    Args:
-        logits: [R, vocab], fp32, bf16 or fp16, converted to fp32 first; elements of a row are
-            contiguous, the row stride is arbitrary.
-        batch: Sampling parameters of the rows.
-        impl: Implementation; "auto" uses Triton on a GPU.
+    temperature 1 for greedy rows. Logits are fp32, bf16 or fp16 and converted to fp32 first.
+    Elements of a row are contiguous; the row stride is arbitrary.
 
     Returns:
         Tokens int64 [R] and their log-probabilities fp32 [R], on the device.
@@ -153,14 +138,8 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
     Top-p keeps the smallest set of most likely tokens whose probability reaches top_p of the sum
     after top-k; the set is never empty. Of equal probabilities, the lower token id comes first.
-
-    Args:
-        probs: [R, vocab].
-        top_k: int64 [R]; 0 disables the filter.
-        top_p: fp64 [R].
-
-    Returns:
-        [R, vocab].
+    `probs` and the result are [R, vocab], top_k int64 [R] (0 disables the filter), and top_p fp64
+    [R].
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -203,14 +182,8 @@ def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 
     A kernel writes GPU tensors to pinned memory. A copy of a few bytes would wait behind transfers
     of other streams to the host, and a copy to pageable memory would block other threads' driver
-    calls until the step is computed.
-
-    Args:
-        tokens: Contiguous int64.
-        logprobs: Contiguous fp32, of the same shape.
-
-    Returns:
-        Tokens and log-probabilities on the host.
+    calls until the step is computed. `tokens` are contiguous int64, and `logprobs` contiguous fp32
+    of the same shape.
     """
     if tokens.device.type != "cuda":
         return tokens, logprobs

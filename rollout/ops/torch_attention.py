@@ -27,34 +27,22 @@ Rows = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """Sizes of a forward pass, on the host.
+    """Sizes of a forward pass, on the host."""
 
-    Attributes:
-        rows: Row of each request in req_to_token.
-        q_lens: Query tokens of each request, which are the last of its cached tokens.
-        kv_lens: Cached tokens of each request.
-        num_decode: Number of leading requests that have one query token and take the decode path.
-    """
-
-    rows: Sequence[int]
-    q_lens: Sequence[int]
-    kv_lens: Sequence[int]
-    num_decode: int
+    rows: Sequence[int]  # row of each request in req_to_token
+    q_lens: Sequence[int]  # query tokens of each request, the last of its cached tokens
+    kv_lens: Sequence[int]  # cached tokens of each request
+    num_decode: int  # leading requests that have one query token and take the decode path
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredKV:
-    """Keys and values of a layer in the pool.
+    """Keys and values of a layer in the pool."""
 
-    Attributes:
-        k: [S, Hkv, D].
-        v: [S, Hkv, Dv], of k's dtype.
-        scales: Factors by which kernels multiply k and v, fp32 [2] on the device; None unless the
-            rows are fp8, which only kernels read.
-    """
-
-    k: Tensor
-    v: Tensor
+    k: Tensor  # [S, Hkv, D]
+    v: Tensor  # [S, Hkv, Dv], of k's dtype
+    # Factors by which kernels multiply k and v, fp32 [2] on the device. None unless the rows are
+    # fp8, which only kernels read.
     scales: Tensor | None = None
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,32 +51,20 @@ class StoredKV:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBucket:
-    """Decode requests that see a similar number of keys.
+    """Decode requests that see a similar number of keys."""
 
-    Attributes:
-        tokens: Query rows, int64 [b].
-        slots: Slots that each request sees, padded with the first of them, int64 [b, L].
-        padding: True for padding, bool [b, 1, L].
-    """
-
-    tokens: Tensor
-    slots: Tensor
-    padding: Tensor
+    tokens: Tensor  # query rows, int64 [b]
+    slots: Tensor  # slots that each request sees, padded with the first of them, int64 [b, L]
+    padding: Tensor  # True for padding, bool [b, 1, L]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSegment:
-    """A prefill chunk of n query rows.
+    """A prefill chunk of n query rows."""
 
-    Attributes:
-        start: First query row.
-        slots: Slots that any of the rows sees, int64 [L].
-        hidden: True where a row does not see a slot, bool [n, L].
-    """
-
-    start: int
-    slots: Tensor
-    hidden: Tensor
+    start: int  # first query row
+    slots: Tensor  # slots that any of the rows sees, int64 [L]
+    hidden: Tensor  # True where a row does not see a slot, bool [n, L]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +85,13 @@ def plan_torch(
     window: int | None = None,
     mapping: Tensor | None = None,
 ) -> TorchPlan:
-    """Return the index tensors of a forward pass.
+    """Return the index tensors of a forward pass, on the device of `req_to_token`.
 
     Args:
         shape: Sizes of the batch.
         req_to_token: Slots by request row and position, int32 [rows, max_context_len].
         window: Number of keys that a query sees, including its own; None for all.
         mapping: Cache slot of each slot in req_to_token, int64 [slots]; None for the same slots.
-
-    Returns:
-        The plan, on the device of `req_to_token`.
     """
     device = req_to_token.device
     seen = [min(kv_len, window or kv_len) for kv_len in shape.kv_lens[: shape.num_decode]]
@@ -184,15 +157,10 @@ def _plan_bucket(
 def torch_attention(
     q: Tensor, plan: TorchPlan, scale: float, out: Tensor, rows: Rows, decode: Decode
 ) -> None:
-    """Compute causal attention in fp32.
+    """Compute causal attention in fp32, and write it to `out`, [T, Hq, Dv] of q's dtype.
 
-    Args:
-        q: Queries [T, Hq, D].
-        plan: Plan of the batch.
-        scale: Factor of the scores.
-        out: Receives the outputs, [T, Hq, Dv] of q's dtype.
-        rows: Reads the layer's keys and values.
-        decode: Computes decode requests: `decode_bucket` over `rows`, or a sparse variant.
+    Queries are [T, Hq, D], and `scale` is the factor of the scores. `rows` reads the layer's keys
+    and values. `decode` computes decode requests: `decode_bucket` over `rows`, or a sparse variant.
     """
     for bucket in plan.buckets:
         out[bucket.tokens] = decode(q[bucket.tokens].float(), bucket, scale).to(q.dtype)

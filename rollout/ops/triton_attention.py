@@ -32,27 +32,18 @@ class TritonPlan:
     Decode reads lengths only from the device: a caller may build a plan over static tensors, with
     `num_prefill` and `max_q_len` 0, and refill the tensors between replays of a CUDA graph. A
     padding request has one token, in any valid row.
-
-    Attributes:
-        req_to_token: Slots by request row and position, int32 [rows, max_context_len].
-        meta: int32 [4, requests] on the device, decode requests first: row of req_to_token, first
-            query token, number of cached tokens, number of query tokens.
-        num_decode: Number of decode requests.
-        num_prefill: Number of prefill chunks.
-        max_q_len: Tokens of the longest prefill chunk.
-        kv_lens: Cached tokens of each request, on the host.
-        window: See `plan_torch`.
-        mapping: See `plan_torch`.
     """
 
-    req_to_token: Tensor
+    req_to_token: Tensor  # slots by request row and position, int32 [rows, max_context_len]
+    # int32 [4, requests] on the device, decode requests first: row of req_to_token, first query
+    # token, number of cached tokens, number of query tokens.
     meta: Tensor
-    num_decode: int
-    num_prefill: int
-    max_q_len: int
-    kv_lens: tuple[int, ...] = ()
-    window: int | None = None
-    mapping: Tensor | None = None
+    num_decode: int  # decode requests
+    num_prefill: int  # prefill chunks
+    max_q_len: int  # tokens of the longest prefill chunk
+    kv_lens: tuple[int, ...] = ()  # cached tokens of each request, on the host
+    window: int | None = None  # see `plan_torch`
+    mapping: Tensor | None = None  # see `plan_torch`
 
     @property
     def reach(self) -> int:
@@ -106,15 +97,9 @@ def plan_triton(
 def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
     """Plan a decode-only forward pass without host synchronization, as CUDA graphs require.
 
-    The plan has no window and no mapping; `dataclasses.replace` adds them.
-
-    Args:
-        rows: Row of each request in req_to_token, integers [B] on the device.
-        positions: Position of each request's query token, integers [B] on the device.
-        req_to_token: Slots by request row and position, int32 [rows, max_context_len].
-
-    Returns:
-        The plan.
+    The plan has no window and no mapping; `dataclasses.replace` adds them. `rows`, the row of each
+    request in req_to_token, and `positions`, the position of its query token, are integers [B] on
+    the device. `req_to_token` is int32 [rows, max_context_len].
     """
     count = len(rows)
     meta = torch.empty((4, count), dtype=torch.int32, device=req_to_token.device)
@@ -130,16 +115,10 @@ def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> Triton
 def triton_attention(
     q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float, out: Tensor
 ) -> None:
-    """Compute causal attention by Triton kernels.
+    """Compute causal attention by Triton kernels, and write it to `out`, [T, Hq, Dv] of q's dtype.
 
-    Softmax and sums are fp32. Products are fp32 too, except products of half-precision tensors.
-
-    Args:
-        q: Queries [T, Hq, D].
-        stored: Keys and values of the layer.
-        plan: Plan of the batch.
-        scale: Factor of the scores.
-        out: Receives the outputs, [T, Hq, Dv] of q's dtype.
+    Queries are [T, Hq, D], and `scale` is the factor of the scores. Softmax and sums are fp32.
+    Products are fp32 too, except products of half-precision tensors.
     """
     fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
     k_cache, v_cache = (kv.view(torch.uint8) if fp8 else kv for kv in (stored.k, stored.v))
@@ -178,15 +157,11 @@ def _launch_decode(
     log2_scale: float,
     blocks: dict[str, Any],
 ) -> None:
-    """Launch the decode kernels.
+    """Launch the decode kernels, which write `out` [T, Hq, Dv].
 
-    Args:
-        read: Leading arguments, which decode and prefill kernels share.
-        strides: Strides of these arguments, in the kernels' order.
-        out: Receives the outputs, [T, Hq, Dv].
-        plan: Plan of the batch.
-        log2_scale: Factor of the scores times log2(e).
-        blocks: Result of `decode_blocks`.
+    `read` are the leading arguments, which decode and prefill kernels share, and `strides` their
+    strides in the kernels' order. `log2_scale` is the factor of the scores times log2(e). `blocks`
+    is the result of `decode_blocks`.
     """
     (heads, value_dim), count, group = out.shape[1:], plan.num_decode, blocks["GROUP"]
     reach = min(plan.req_to_token.shape[1], plan.reach)

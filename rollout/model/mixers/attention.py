@@ -28,30 +28,20 @@ from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 class AttentionConfig(MixerConfig):
     """Grouped-query attention of one layer.
 
-    Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys and values.
-        head_dim: Elements of a head.
-        rope: Rotary embedding.
-        qkv_bias: Whether q_proj, k_proj and v_proj have biases.
-        o_bias: Whether o_proj has a bias.
-        qk_norm: Apply an RMSNorm to every query and key head (Qwen3).
-        output_gate: Multiply each head's output by the sigmoid of a gate, whose rows follow the
-            head's query in q_proj (Qwen3-Next).
-        rotary_dim: Number of rotated elements of a head; None for all (Qwen3-Next rotates some).
-        window: Number of keys that a query sees, including its own; None for all up to its own.
+    With `output_gate`, each head's output is multiplied by the sigmoid of a gate, whose rows follow
+    the head's query in q_proj (Qwen3-Next).
     """
 
-    num_heads: int
+    num_heads: int  # query heads
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig
     qkv_bias: bool
     o_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # apply an RMSNorm to every query and key head (Qwen3)
     output_gate: bool = False
-    rotary_dim: int | None = None
-    window: int | None = None
+    rotary_dim: int | None = None  # rotated elements of a head; None for all (Qwen3-Next: some)
+    window: int | None = None  # keys that a query sees, including its own; None for all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -105,11 +95,9 @@ class AttentionConfig(MixerConfig):
 class LayerKV:
     """The KV cache of one layer, as attention reads it: plain rows, scaled fp8 or FP4.
 
-    Attributes:
-        pool: Pool that has the layer.
-        layer: Number of the layer in that pool.
-        stored: Rows in the pool, which kernels read in place. None for FP4: kernels read a
-            dequantized copy of the batch's rows, which is freed after the layer.
+    `layer` is the number of the layer in `pool`. `stored` are the rows in the pool, which kernels
+    read in place. It is None for FP4: kernels read a dequantized copy of the batch's rows, which is
+    freed after the layer.
     """
 
     def __init__(self, pool: KVPool, layer: int) -> None:

@@ -32,26 +32,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The packed tokens of a forward pass: T tokens of B requests.
+    """The packed tokens of a forward pass: T tokens of B requests."""
 
-    Attributes:
-        positions: Position of each token in its request, int64 [T].
-        slots: Slot of each token in the KV pool, int64 [T].
-        rows: Row of each request in the request table, int64 [B], on the device.
-        plan: Index tensors with which attention finds cached tokens.
-        shape: Sizes of the batch on the host; None in a decode step that a CUDA graph captures.
-        sliding: The same batch with slots and plan of sliding-window layers; None if all layers
-            use the same.
-        loads: Transfers from the host that a layer waits for before it reads cached rows.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    rows: Tensor
+    positions: Tensor  # of each token in its request, int64 [T]
+    slots: Tensor  # of each token in the KV pool, int64 [T]
+    rows: Tensor  # of each request in the request table, int64 [B], on the device
     plan: AttentionPlan
-    shape: BatchShape | None = None
+    shape: BatchShape | None = None  # None in a decode step that a CUDA graph captures
+    # The same batch with slots and plan of sliding-window layers; None if all layers use the same.
     sliding: Batch | None = None
-    loads: Sequence[HostTransfer] = ()
+    loads: Sequence[HostTransfer] = ()  # a layer waits for them before it reads cached rows
 
 
 Mixer = Callable[[Tensor, Batch], Tensor]
@@ -82,26 +72,15 @@ class MixerConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """The parts of an engine from which it builds mixers and MLPs.
-
-    Attributes:
-        store: Weights.
-        layout: Cache layout of each layer.
-        pool: Pool of keys and values.
-        table: Request table, with the states of linear layers.
-        sparsity: Options of double sparsity; None for full attention in decode.
-        ranks: Tensor-parallel group.
-        norm_eps: See `ModelConfig.rms_norm_eps`.
-        zero_centred_norms: See `ModelConfig`.
-    """
+    """The parts of an engine from which it builds mixers and MLPs."""
 
     store: WeightStore
     layout: KVLayout
     pool: KVPool
-    table: ReqToTokenPool
-    sparsity: DoubleSparsity | None
+    table: ReqToTokenPool  # has the states of linear layers
+    sparsity: DoubleSparsity | None  # None for full attention in decode
     ranks: TensorParallel
-    norm_eps: float
+    norm_eps: float  # `ModelConfig.rms_norm_eps`
     zero_centred_norms: bool
     _tables: dict[tuple[RopeConfig, int], RotaryTables] = field(default_factory=dict)
 
@@ -119,37 +98,27 @@ class RopeConfig:
 
     Fields are named after the keys of `rope_parameters` in Hugging Face configs; `theta` is its
     `rope_theta`.
-
-    Attributes:
-        theta: Base of the wavelengths.
-        rope_type: One of `ROPE_TYPES`.
-        factor: Factor that stretches wavelengths; all types but default.
-        low_freq_factor: llama3 only: wavelengths above the original context divided by it are
-            stretched by `factor`.
-        high_freq_factor: llama3 only: wavelengths below the original context divided by it are
-            kept.
-        original_max_position_embeddings: Context length before stretching; llama3 and yarn.
-        beta_fast: yarn only: rotations in the original context above which a wavelength is kept.
-        beta_slow: yarn only: rotations below which a wavelength is stretched by `factor`.
-        mscale: yarn only: scale of the tables, with `mscale_all_dim`.
-        mscale_all_dim: If not 0, latent attention scales its scores by it (all types but default).
-        attention_factor: yarn only: factor of rotated queries and of rotated keys; None derives it
-            from `mscale`, or as in the YaRN paper.
-        truncate: yarn only: round the borders of the ramp to whole dimensions.
     """
 
-    theta: float
-    rope_type: str = "default"
-    factor: float = 1.0
+    theta: float  # base of the wavelengths
+    rope_type: str = "default"  # one of `ROPE_TYPES`
+    factor: float = 1.0  # factor that stretches wavelengths; all types but default
+    # llama3 only: wavelengths above the original context divided by `low_freq_factor` are stretched
+    # by `factor`; wavelengths below the original context divided by `high_freq_factor` are kept.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: int = 8192  # context before stretching; llama3 and yarn
+    # yarn only: wavelengths with more than `beta_fast` rotations in the original context are kept;
+    # wavelengths with fewer than `beta_slow` rotations are stretched by `factor`.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 0.0
+    mscale: float = 0.0  # yarn only: scale of the tables, with `mscale_all_dim`
+    # If not 0, latent attention scales its scores by it (all types but default).
     mscale_all_dim: float = 0.0
+    # yarn only: factor of rotated queries and of rotated keys; None derives it from `mscale`, or as
+    # in the YaRN paper.
     attention_factor: float | None = None
-    truncate: bool = True
+    truncate: bool = True  # yarn only: round the borders of the ramp to whole dimensions
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:

@@ -21,23 +21,15 @@ from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig(MixerConfig):
-    """A gated delta net of one layer.
-
-    Attributes:
-        num_key_heads: Heads of queries and keys.
-        num_value_heads: Heads of values, a multiple of `num_key_heads`.
-        key_dim: Elements of a query or key head.
-        value_dim: Elements of a value head.
-        kernel: Length of the convolution in tokens.
-    """
+    """A gated delta net of one layer."""
 
     capturable = False  # the CPU splits a step's tokens by request
 
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
+    num_key_heads: int  # heads of queries and keys
+    num_value_heads: int  # a multiple of `num_key_heads`
+    key_dim: int  # elements of a query or key head
+    value_dim: int  # elements of a value head
+    kernel: int  # length of the convolution in tokens
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -149,11 +141,8 @@ class DeltaNet:
     def _advance(self, mixed: Tensor, beta: Tensor, decay: Tensor, slots: Tensor) -> Tensor:
         """Advance the states of B requests by n tokens each.
 
-        Args:
-            mixed: Input of the convolution, [B, n, channels].
-            beta: [B, n, Hv].
-            decay: [B, n, Hv].
-            slots: Slots of the states, which are overwritten, int64 [B].
+        `mixed`, the input of the convolution, is [B, n, channels]; `beta` and `decay` are
+        [B, n, Hv]. The states in `slots`, int64 [B], are overwritten.
 
         Returns:
             Outputs, fp32 [B, n, Hv, Dv].
@@ -182,12 +171,10 @@ BLOCK = 64  # tokens solved together, as in transformers
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute a causal depthwise convolution and SiLU.
+    """Compute a causal depthwise convolution and SiLU of x [B, n, C].
 
-    Args:
-        x: [B, n, C].
-        state: The K - 1 inputs before x, [B, C, K - 1], of x's dtype.
-        weight: [C, 1, K], of x's dtype.
+    `state` are the K - 1 inputs before x, [B, C, K - 1], and `weight` is [C, 1, K], both of x's
+    dtype.
 
     Returns:
         Outputs [B, n, C], and the next state.
@@ -234,9 +221,8 @@ def _solve_block(tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tenso
     Token i writes beta_i (v_i - k_i state_i) to the state, and state_i contains the decayed writes
     of the tokens before i. The writes are therefore the solution of a triangular system.
 
-    Args:
-        tokens: q, k [B, H, n, D], v [B, H, n, Dv], decay and beta [B, H, n], all fp32.
-        state: fp32 [B, H, D, Dv].
+    `tokens` are q and k [B, H, n, D], v [B, H, n, Dv], decay and beta [B, H, n], and `state` is
+    [B, H, D, Dv], all fp32.
 
     Returns:
         Outputs [B, H, n, Dv], and the state after the tokens.

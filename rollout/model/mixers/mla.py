@@ -27,29 +27,17 @@ _EPS = 1e-6  # transformers does not use the config's eps for the norms inside a
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(MixerConfig):
-    """Latent attention of one layer.
+    """Latent attention of one layer."""
 
-    Attributes:
-        num_heads: Query heads.
-        q_rank: Width of the query's latent; None projects queries directly.
-        kv_rank: Width of the latent part of a cached row.
-        nope_dim: Elements of a query head without position.
-        rope_dim: Rotated elements of a query head and of a cached row.
-        value_dim: Elements of a head's value.
-        rope: Rotary embedding.
-        interleaved: Rotary pairs are adjacent elements, not halves.
-        bias: Whether the projections from and to the hidden size have biases.
-    """
-
-    num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
+    num_heads: int  # query heads
+    q_rank: int | None  # width of the query's latent; None projects queries directly
+    kv_rank: int  # width of the latent part of a cached row
+    nope_dim: int  # elements of a query head without position
+    rope_dim: int  # rotated elements of a query head and of a cached row
+    value_dim: int  # elements of a head's value
     rope: RopeConfig
-    interleaved: bool
-    bias: bool
+    interleaved: bool  # rotary pairs are adjacent elements, not halves
+    bias: bool  # whether the projections from and to the hidden size have biases
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
