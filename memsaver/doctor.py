@@ -47,14 +47,7 @@ Finding = tuple[Status, str, str]
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table.
-
-    Attributes:
-        name: Name of the check, a key of `CHECKS`.
-        status: ``"ok"``, ``"warn"``, ``"fail"`` or ``"skip"``.
-        finding: What the check found.
-        remedy: What to do about a status of ``"warn"`` or ``"fail"``.
-    """
+    """One row of the table: `name` is a key of `CHECKS`, `remedy` is "" for "ok" and "skip"."""
 
     name: str
     status: Status

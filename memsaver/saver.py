@@ -313,11 +313,7 @@ class MemorySaver:
                 self._settle(arena, before)
 
     def _make_room(self, slot: int) -> bool:
-        """Release retained and cached memory after an allocation in a region failed.
-
-        Returns:
-            Whether to retry: the allocation was short of device memory.
-        """
+        """Release retained and cached memory; return whether to retry the failed allocation."""
         with self._operation():
             if again := self._transactions.make_room(shim.cause(slot)):
                 shim.cause(slot, clear=True)

@@ -32,14 +32,10 @@ def current_device() -> torch.device:
 
 
 class Savers:
-    """Owner of one ``MemorySaver`` per device, created on first use.
+    """Owner of one ``MemorySaver(device(), **options)`` per device, created on first use.
 
     A forked child starts without savers. Iteration yields the savers of this process, in the order
     of their creation.
-
-    Args:
-        device: Returns the current device.
-        **options: Arguments for every ``MemorySaver``.
     """
 
     def __init__(self, device: Callable[[], torch.device] = current_device, **options: Any) -> None:
@@ -99,11 +95,7 @@ class Region:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Suspend this thread's regions: allocations inside are torch's own.
-
-    Raises:
-        StateError: At the end, the tag of a region is paused.
-    """
+    """Suspend this thread's regions: allocations inside are torch's own."""
     left = _regions()
     with contextlib.ExitStack() as back:
         for region in reversed(left):
@@ -135,19 +127,9 @@ class GraphPools:
     ) -> Iterator[None]:
         """Capture a graph like ``torch.cuda.graph``, with its memory on a tag.
 
-        Args:
-            graph: Graph to capture into.
-            saver: Saver that has the tag.
-            tag: Tag for the graph's memory.
-            content: Where a pause keeps the tag's content.
-            pool: Handle from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``.
-                Graphs with the same handle share a pool on the tag. Memory that torch has behind
-                the handle is not used.
-            stream: See ``torch.cuda.graph``.
-            capture_error_mode: See ``torch.cuda.graph``.
-
-        Raises:
-            StateError: NCCL would register the tag's pages with other ranks.
+        `pool` is a handle from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``.
+        Graphs with the same handle share a pool on the tag. Memory that torch has behind the handle
+        is not used.
         """
         check_capture(tag)
         memory = self._pool(saver, tag, content, pool)

@@ -35,9 +35,6 @@ CpuBackupBackend = Literal["mmap", "pinned"]
 class TorchMemorySaver:
     """Pausable memory by tags, on the current CUDA device, or on the CPU if there is no GPU.
 
-    Args:
-        savers: Savers to use instead of the ones that all instances of this process share.
-
     Attributes:
         hook_mode: Has no effect; memory is always placed through torch's memory pools.
         memory_margin_bytes: Has no effect; ``MemorySaver(limit_bytes=)`` keeps memory free.
@@ -62,11 +59,7 @@ class TorchMemorySaver:
         return True
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Set the directory for the content of regions with `enable_disk_backup`.
-
-        Args:
-            path: Directory, created if missing.
-        """
+        """Set the directory for disk backups, and create it if missing."""
         os.makedirs(path, exist_ok=True)
         self._savers.set_disk_dir(Path(path))
 
@@ -111,14 +104,7 @@ class TorchMemorySaver:
     ) -> Iterator[None]:
         """Capture a graph like ``torch.cuda.graph``, with its memory on a tag.
 
-        Args:
-            cuda_graph: Graph to capture into.
-            pool: Handle that graphs share to share memory.
-            stream: See ``torch.cuda.graph``.
-            capture_error_mode: See ``torch.cuda.graph``.
-            tag: Tag for the graph's memory.
-            enable_cpu_backup: Keep the content in host memory during a pause.
-            cpu_backup_backend: Accepted for compatibility.
+        Graphs with the same `pool` share memory. For the tag's arguments, see `region`.
 
         Raises:
             StateError: The tag is paused, ``TMS_INIT_ENABLE`` is set, or NCCL would register the
@@ -137,8 +123,7 @@ class TorchMemorySaver:
     def disable(self) -> contextlib.AbstractContextManager[None]:
         """Suspend this thread's regions: allocations inside are torch's own.
 
-        Returns:
-            A context manager. Its exit raises ``StateError`` if the tag of a region is paused.
+        Leaving the context raises ``StateError`` if the tag of a region is paused.
         """
         return outside()
 
@@ -152,14 +137,11 @@ class TorchMemorySaver:
     # ---------------------------------------------------------------- pause and resume
 
     def pause(self, tag: str | None = None) -> None:
-        """Release the memory of a tag on every device.
+        """Release the memory of a tag, or of all tags, on every device.
 
         A tag without any region is accepted, because engines pause every tag that they know. If a
         second device fails, the first one stays paused, because its content may be gone; another
         call pauses the rest.
-
-        Args:
-            tag: Tag to pause; ``None`` for all tags.
 
         Raises:
             StateError: The tag is paused already, a region of it is open, or ``TMS_INIT_ENABLE`` is
@@ -170,10 +152,7 @@ class TorchMemorySaver:
             saver.pause(*parts)
 
     def resume(self, tag: str | None = None) -> None:
-        """Map memory behind the tag's addresses again, on every device or on none.
-
-        Args:
-            tag: Tag to resume; ``None`` for all tags.
+        """Map memory behind the addresses of a tag, or of all tags, on every device or on none.
 
         Raises:
             StateError: The tag is not paused. Nothing has changed.
@@ -224,15 +203,10 @@ class TorchMemorySaver:
     # ---------------------------------------------------------------- saved content
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
-        """Return the saved content of a paused tensor.
+        """Return the saved content of a tensor, or ``None`` if it is active or in no region.
 
-        Args:
-            x: Contiguous tensor.
-            zero_copy: Return the saved bytes themselves if they are in host memory in one piece.
-                They are valid until the tag is resumed.
-
-        Returns:
-            A CPU tensor, or ``None`` if `x` is active or in no region.
+        The content is on the CPU. With `zero_copy`, the result is the saved bytes themselves if
+        they are in host memory in one piece; they are valid until the tag is resumed.
 
         Raises:
             StateError: The pause discarded the content.

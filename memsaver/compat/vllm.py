@@ -34,9 +34,6 @@ class CuMemAllocator:
     """Allocator of memory by tags, which can sleep with or without their content.
 
     Programs obtain the instance of their process from `get_instance`.
-
-    Args:
-        savers: Savers to use instead of new ones.
     """
 
     instance: ClassVar[CuMemAllocator | None] = None
@@ -63,11 +60,7 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Place the allocations of this thread on a tag; sleeping memory of the tag stays asleep.
-
-        Args:
-            tag: Tag to allocate on; ``None`` for the default tag.
-        """
+        """Place this thread's allocations on a tag; sleeping memory of the tag stays asleep."""
         chosen = self.default_tag if tag is None else tag
         saver = self._savers.current()
         with saver.region(_awake(saver, chosen)), self._current(chosen):
@@ -75,11 +68,10 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """Provide a graph pool on the tag "cudagraph".
+        """Provide the handle of a graph pool on the tag "cudagraph".
 
-        Yields:
-            The pool's handle for ``torch.cuda.graph(pool=...)``; the same one until
-            `release_pools`.
+        ``torch.cuda.graph(pool=...)`` accepts the handle. It stays the same on a device until
+        `release_pools`, except while the pool's memory is asleep.
 
         Raises:
             StateError: NCCL would register the tag's pages with other ranks.
@@ -140,11 +132,7 @@ class CuMemAllocator:
             saver.backend.reclaim()
 
     def discard(self, tags: Collection[str] | str) -> None:
-        """Release the memory of tags without keeping their content.
-
-        Args:
-            tags: Tags to put to sleep.
-        """
+        """Release the memory of tags without keeping their content."""
         self.sleep((), tags=tags)
 
     def wake_up(self, tags: Collection[str] | str | None = None) -> None:

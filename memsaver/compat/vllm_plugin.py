@@ -19,10 +19,7 @@ def register() -> None:
     """Place vLLM's memory on tags: weights, KV cache and, from 0.33 on, the graphs' pool.
 
     Further calls have no effect. From 0.33 on, ``sleep_mode_backend="memsaver"`` is another name
-    for ``cumem``.
-
-    Raises:
-        StateError: vLLM's own allocator is imported already.
+    for ``cumem``. If vLLM's own allocator is imported already, the call raises ``StateError``.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return

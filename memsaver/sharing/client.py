@@ -29,19 +29,14 @@ _CONNECT_SECONDS = 5.0
 
 
 class Owner:
-    """The only connection of this process to a saver in this or another process.
-
-    Attributes:
-        granting: Lock held from the request for a lease until its extents are imported, because
-            the next answer assumes that they are.
-        recalls: Cached leases by number, which stay mapped until their owner recalls them.
-        endpoint: The connection.
-    """
+    """The only connection of this process to a saver in this or another process."""
 
     def __init__(self, socket_name: str) -> None:
         self._socket_name = socket_name
+        # Held from the request for a lease until its extents are imported, because the next answer
+        # assumes that they are.
         self.granting = forkable(threading.Lock())
-        self.recalls: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.recalls: WeakValueDictionary[int, Any] = WeakValueDictionary()  # CachedLease by number
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS)
@@ -102,6 +97,7 @@ def owner_of(socket_name: str) -> Owner:
 
     Raises:
         OSError: No saver listens on the socket.
+        CallRefused: Another user's process listens on the socket.
     """
     with _lock:
         owner = owners.get(socket_name)
@@ -111,11 +107,7 @@ def owner_of(socket_name: str) -> Owner:
 
 
 def peer_backend(key: str, device: torch.device | None = None) -> Backend:
-    """Return the backend that maps memory of another device.
-
-    Args:
-        key: Device key of the memory.
-        device: GPU that is to use the memory; ``None`` for the current one.
+    """Return the backend with which `device`, or the current GPU, maps memory of device `key`.
 
     Raises:
         LeaseError: The GPU cannot reach the memory.

@@ -19,21 +19,16 @@ from memsaver.tag.tickets import PoolTicket
 def hand_over(
     extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend
 ) -> LeaseError | None:
-    """Hand unmapped extents over to another saver, without copying and without the driver.
+    """Hand unmapped extents over to another saver; the memory is neither copied nor freed.
 
     The giver's handles become imports.
-
-    Args:
-        extents: Unmapped extents of this saver.
-        to: Ticket of the receiving saver.
-        backend: Backend of this saver.
 
     Returns:
         An error to raise once the caller has finished, if the receiver fell silent during the
         transfer. The receiver may own the extents then, so this saver no longer does.
 
     Raises:
-        LeaseError: The receiver refuses. Nothing has changed.
+        LeaseError: The receiver refuses or is gone. Nothing has changed.
     """
     lost = None
     _giving[threading.get_ident()] = time.monotonic()

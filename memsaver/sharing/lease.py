@@ -147,22 +147,13 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
 @dataclass
 class _Mapped:
-    """Resources of a lease, for its finalizer.
-
-    Attributes:
-        backend: Backend that mapped the memory.
-        device_key: Device of the memory.
-        address: Start of the mapping.
-        nbytes: Size of the mapping.
-        undo: Steps to run after the memory is unmapped.
-        closed: Whether the lease has ended.
-    """
+    """Resources of a lease, for its finalizer."""
 
     backend: Backend
-    device_key: str
+    device_key: str  # of the memory, which may be on a different GPU than the backend's
     address: int
     nbytes: int
-    undo: contextlib.ExitStack
+    undo: contextlib.ExitStack  # runs after the memory is unmapped
     closed: bool = False
 
     @held()
@@ -203,20 +194,10 @@ def attach(ticket: Ticket) -> Lease:
 def lease_extents(
     ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False
 ) -> tuple[Owner, int, list[shim.Extent]]:
-    """Obtain a lease of a tag and import the tag's extents.
+    """Obtain a lease of a tag: its owner, the lease's number, and the tag's imported extents.
 
-    Args:
-        ticket: Ticket for the tag.
-        backend: Backend that imports the extents.
-        undo: Empty stack; unwinding it ends the lease.
-        kept: Whether the lease may stay mapped until the owner recalls it.
-
-    Returns:
-        The connection to the owner, the lease's number, and the extents with handles of this
-        process.
-
-    Raises:
-        LeaseError: The owner refuses or is gone.
+    The extents have handles of this process. Unwinding `undo`, an empty stack, ends the lease. A
+    `kept` lease may stay mapped until the owner recalls it.
     """
     with _explained(ticket):
         owner = owner_of(ticket.socket_name)
@@ -253,9 +234,8 @@ def _ask(
 ) -> tuple[int, list[tuple[int, int, int]], list[int]]:
     """Request a lease and import its new extents.
 
-    Returns:
-        The lease's number, its extents as (id, offset, nbytes), and a list of ids that the owner
-        must be told to forget when the lease ends, because they were not imported.
+    The result is the lease's number, its extents as (id, offset, nbytes), and a list of ids that
+    the owner must be told to forget when the lease ends, because they were not imported.
     """
     with _explained(ticket):
         answer, fds = owner.endpoint.call(
@@ -276,17 +256,10 @@ def import_all(
     owner: Owner,
     left: list[int],
 ) -> None:
-    """Import extents from their file descriptors, and close all descriptors.
+    """Import extents (id, nbytes), one from each file descriptor.
 
-    Args:
-        extents: (id, nbytes) of each extent.
-        fds: One descriptor per extent.
-        backend: Backend that imports them.
-        owner: Connection to their owner.
-        left: Ids that are not imported yet; each successful import removes its id.
-
-    Raises:
-        LeaseError: Fewer descriptors than extents arrived.
+    The descriptors are no longer the caller's, even after an error. Each successful import removes
+    its id from `left`.
     """
     pending = list(fds)
     try:
@@ -369,8 +342,7 @@ class CachedLease(Lease):
     def recall(self) -> None:
         """Refuse further uses, and end the lease if it is not in use.
 
-        Raises:
-            BackendError: The driver refused; the call may be repeated.
+        The call may be repeated after a ``BackendError``.
         """
         with self._lock:
             self._recalled = True

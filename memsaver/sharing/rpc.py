@@ -104,16 +104,9 @@ class Endpoint:
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request and wait for its answer.
+        """Send a request, and wait up to `timeout` seconds for its answer and descriptors.
 
-        Args:
-            op: Name of the operation.
-            timeout: Seconds to wait.
-            fds: Descriptors to send; the caller still has to close them.
-            **arguments: JSON-serializable arguments of the operation.
-
-        Returns:
-            The answer and the received descriptors, which the caller has to close.
+        The arguments are sent as JSON. The caller has to close all descriptors, sent and received.
 
         Raises:
             CallRefused: The peer refused the request.

@@ -43,32 +43,20 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(eq=False)
 class Link:
-    """One connection of a peer process.
-
-    Attributes:
-        endpoint: The connection.
-        imported: Ids of the extents that the peer has imported.
-        leases: Tag by number of each lease that the peer holds.
-        kept: Numbers of the leases that the peer may keep mapped between uses.
-    """
+    """One connection of a peer process."""
 
     endpoint: rpc.Endpoint = field(init=False)
-    imported: set[int] = field(default_factory=set)
-    leases: dict[int, str] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    imported: set[int] = field(default_factory=set)  # ids of extents
+    leases: dict[int, str] = field(default_factory=dict)  # tag by number of the lease
+    kept: set[int] = field(default_factory=set)  # leases that may stay mapped between uses
 
 
 class ShareServer:
     """Server of one saver that grants leases and accepts extents.
 
-    Its threads start with the first ticket.
-
-    Args:
-        backend: Backend of the saver.
-        lock: Lock of the saver, held while a request reads tags and extents.
-        pool: Page pool of the saver.
-        find_arena: Method of the saver that returns a tag's arena. It is held weakly, so that the
-            server's threads do not keep an unused saver alive.
+    Its threads start with the first ticket. They hold the saver's `lock` while a request reads tags
+    and extents. `find_arena`, a method of the saver, is held weakly, so that the threads do not
+    keep an unused saver alive.
     """
 
     def __init__(
@@ -141,11 +129,7 @@ class ShareServer:
                 yield tag, link
 
     def wait_free(self, tags: Sequence[str], timeout: float) -> None:
-        """Recall cached leases of the tags, and wait until no lease is left.
-
-        Raises:
-            LeaseError: A lease is left after `timeout` seconds; names the holders.
-        """
+        """Recall the tags' cached leases; wait up to `timeout` seconds until no lease is left."""
         deadline = time.monotonic() + timeout
         while True:
             self.recall(tags)
@@ -180,10 +164,6 @@ class ShareServer:
 
     def revoke(self, ids: Sequence[int], except_pid: int | None) -> None:
         """Revoke the peers' imports of extents that no lease maps.
-
-        Args:
-            ids: Ids of the extents.
-            except_pid: Process that may keep its imports.
 
         Raises:
             LeaseError: A peer does not release its imports. Other peers may have released theirs.
@@ -352,10 +332,7 @@ class ShareServer:
 
         Savers that hand memory over to each other, or in a ring, would wait for each other, because
         each of them holds its own lock. While this process waits as a giver, it therefore refuses
-        givers with an equal or larger process id.
-
-        Args:
-            giver: Connection of the process that hands memory over, if the request is a hand-over.
+        a `giver` with an equal or larger process id.
         """
         deadline = time.monotonic() + BUSY_SECONDS
         while not self._lock.acquire(timeout=0.05):

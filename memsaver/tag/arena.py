@@ -139,11 +139,7 @@ class Arena:
             )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
-        """Allocate a uint8 tensor ``[nbytes]``, freed with its storage.
-
-        Returns:
-            The tensor, or ``None`` if the allocation failed; `cause` then says why.
-        """
+        """Allocate a uint8 tensor ``[nbytes]``, freed with its storage; on failure, see `cause`."""
         self.settle_frees()
         address = shim.library().ms_alloc(self.slot, nbytes)
         if not address:
@@ -172,10 +168,9 @@ class Arena:
             self._settled_frees = frees
 
     def trim(self) -> int:
-        """Release the unused end of an active tag, or drop it from a paused tag's next resume.
+        """Release the unused end of the tag, and return the number of bytes released.
 
-        Returns:
-            The number of bytes that were released.
+        A paused tag releases nothing, but its next resume does not map the unused end.
         """
         stats = self.stats
         if self.paused:
@@ -197,7 +192,6 @@ class Arena:
             )
 
     def enter(self) -> None:
-        """Count one more open region."""
         self.open_regions.append(None)
 
     def leave(self) -> None:
@@ -217,10 +211,9 @@ class Arena:
     def end_pause(self, own: Sequence[shim.Extent], backup: Backup | None, whole: bool) -> None:
         """Enter the paused state, after the tag's memory was unmapped.
 
-        Args:
-            own: The tag's own extents before the pause.
-            backup: The saved content; ``None`` if it was discarded.
-            whole: Request one extent at the next resume, unless the tag is elastic.
+        `own` are the tag's own extents before the pause. A `backup` of ``None`` means that the
+        content was discarded. With `whole`, the next resume requests one extent, unless the tag is
+        elastic.
         """
         self._step("end_pause")
         if self.aliased is not None:
@@ -234,11 +227,7 @@ class Arena:
         self.missing = 0
 
     def end_resume(self, missing: int = 0) -> None:
-        """Enter the active state, after memory and content were restored.
-
-        Args:
-            missing: Bytes at the end of the tag without memory.
-        """
+        """Enter the active state, after all but the last `missing` bytes were restored."""
         self.backup, self.missing = None, missing
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
@@ -294,10 +283,9 @@ class Arena:
             arena.discards += 1
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Unmap all extents in one driver call; they keep their content until they are released.
+        """Unmap all extents in one driver call, and return the tag's own extents.
 
-        Returns:
-            The tag's own extents.
+        The extents keep their content until they are released.
         """
         extents, backed = shim.extents(self.slot), self.backed
         if backed:
@@ -340,11 +328,7 @@ class Arena:
         undo: contextlib.ExitStack,
         writable: bool = True,
     ) -> list[shim.Extent]:
-        """Map extents consecutively from byte `first` on.
-
-        Returns:
-            The extents with their offsets, for the shim's table.
-        """
+        """Map extents consecutively from byte `first` on, and return them with their offsets."""
         placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle, writable)
@@ -377,19 +361,12 @@ class Arena:
 
 
 class ArenaParts(NamedTuple):
-    """Resources of an arena that outlive it until its finalizer has run.
-
-    Attributes:
-        backend: Backend that made the memory.
-        reservation: The arena's address range.
-        slot: Number of the arena's table in the shim.
-        aliased: Aliased pages, at most one entry.
-    """
+    """Resources of an arena that outlive it until its finalizer has run."""
 
     backend: Backend
     reservation: Reservation
     slot: int
-    aliased: list[AliasedPages]
+    aliased: list[AliasedPages]  # at most one
 
 
 _forgotten: deque[ArenaParts] = deque()  # resources that wait for their release

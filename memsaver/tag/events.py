@@ -24,16 +24,10 @@ from memsaver.types import Operation
 
 
 class _Tables(NamedTuple):
-    """Tables, read one after the other: a region may grow between two readings.
-
-    Attributes:
-        pool: Extents of the page pool.
-        tags: Extents and committed bytes of each tag.
-        committed: Bytes that the backend has committed.
-    """
+    """Tables, read one after the other: a region may grow between two readings."""
 
     pool: list[shim.Extent]
-    tags: list[tuple[list[shim.Extent], int]]
+    tags: list[tuple[list[shim.Extent], int]]  # extents and committed bytes of each
     committed: int
 
 

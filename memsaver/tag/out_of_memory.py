@@ -33,14 +33,8 @@ def shortage(
 ) -> Exception:
     """Return the exception for an operation that was short of memory.
 
-    Args:
-        accounts: Accounts of the saver.
-        operation: The operation, as the message names it.
-        arenas: Arenas of the operation.
-        cause: Cause of the failed call.
-        needed: Bytes that the operation needs; 0 for the size of the paused arenas, or else the
-            size of the failed call.
-        hint: Remedy to name first.
+    The operation needs `needed` bytes; 0 stands for the size of the paused arenas, or else the size
+    of the failed call. The message names the remedy `hint` before its own.
     """
     away = sum(arena.committed_when_paused for arena in arenas if arena.paused)
     needed = needed or away or cause.requested

@@ -173,15 +173,9 @@ def _saved(arena: Arena) -> Iterator[Range]:
 
 
 def _in_order(ranges: Ranges, wanted: Ranges) -> list[Range]:
-    """Order ranges by when they are wanted.
+    """Cut sorted (address, nbytes) ranges at the edges of wanted ranges, and order the parts.
 
-    Args:
-        ranges: Sorted (address, nbytes) ranges.
-        wanted: Ranges to put first, in this order.
-
-    Returns:
-        The ranges, cut at the edges of the wanted ones: first the wanted parts, then the others in
-        order of address.
+    The wanted parts come first, in the order of `wanted`, then the others in order of address.
     """
     edges = sorted({*chain.from_iterable((at, at + nbytes) for at, nbytes in wanted)})
     parts: list[Range] = []

@@ -18,12 +18,7 @@ from memsaver.tag.arena import Arena
 
 
 class Refill:
-    """Restore of one paused tag: extents are mapped one by one and filled with saved content.
-
-    Attributes:
-        placed: Extents that are mapped, with their offsets.
-        missing: Bytes that still lack memory.
-    """
+    """Restore of one paused tag: extents are mapped one by one and filled with saved content."""
 
     def __init__(
         self, backend: Backend, into: Arena, undo: contextlib.ExitStack, late: bool = False
@@ -34,8 +29,8 @@ class Refill:
         """
         self._backend, self._into, self._undo, self._late = backend, into, undo, late
         self._events: list[Waitable] = []
-        self.placed: list[shim.Extent] = []
-        self.missing = into.committed_when_paused
+        self.placed: list[shim.Extent] = []  # mapped, with their offsets
+        self.missing = into.committed_when_paused  # bytes that still lack memory
 
     def put(self, extents: Sequence[shim.Extent]) -> None:
         """Map extents of at most `missing` bytes after the mapped ones, and begin to fill them."""
@@ -86,16 +81,10 @@ class Swap:
     def run(
         self, out: Arena, copy: HostBackup | None, fresh: bool, into: Arena
     ) -> list[shim.Extent]:
-        """Move the memory of one tag to another.
+        """Move the memory of `out` to `into`, and return the unmapped extents that are left over.
 
-        Args:
-            out: Frozen arena that leaves.
-            copy: Backup for the content of `out`; ``None`` to discard the content.
-            fresh: Whether the content must still be copied into `copy`.
-            into: Paused arena that enters.
-
-        Returns:
-            The unmapped extents of `out` that `into` did not need.
+        If the backup `copy` is `fresh`, the content of `out` is copied into it first. A `copy` of
+        ``None`` discards the content.
         """
         leaving = shim.extents(out.slot)
         with undone_under(self._lock) as undo:
@@ -139,19 +128,9 @@ class Swap:
     ) -> tuple[list[shim.Extent], list[shim.Extent]]:
         """Obtain the memory that the entering tag needs in addition to the leaving extents.
 
-        The extents cannot provide this memory. If available, up to LARGEST bytes are added as a
-        head start, so that copies to the device need not wait for copies from it.
-
-        Args:
-            leaving: Extents of the leaving tag.
-            needed: Bytes that the entering tag needs.
-            undo: Receives the steps that release the memory.
-
-        Returns:
-            Extents to map before the leaving ones, and extents to map after them.
-
-        Raises:
-            ShortOfMemory: The memory is not available.
+        If available, up to LARGEST bytes are added as a head start, so that copies to the device
+        need not wait for copies from it. The first list of extents is to be mapped before the
+        leaving ones, the second after them.
         """
         sizes = [extent.nbytes for extent in leaving]
         head = self._pool.obtain(_unserved(sizes, needed), undo)

@@ -82,13 +82,7 @@ class Saving:
     ) -> Waitable | None:
         """Begin to copy an active tag's content to the host, overlapped with work that reads it.
 
-        Args:
-            arena: Active arena.
-            version: The owner's name for the content.
-            done: See `Backend.copy_overlapped`.
-
-        Returns:
-            An event to wait for, or ``None`` if the copy is complete.
+        For `done` and the result, see `Backend.copy_overlapped`.
         """
         ranges = _saved_ranges(arena)
         arena.forget_clean_copy()

@@ -18,15 +18,11 @@ class Tags:
     """Arenas of one saver by tag, in the order of their first use.
 
     The saver holds its lock around methods that add or remove a tag. Lookups are safe at any time.
-
-    Args:
-        backend: Backend of the saver.
-        reserve_bytes: Address space of each tag, which is rounded up to pages.
     """
 
     def __init__(self, backend: Backend, reserve_bytes: int) -> None:
         self._backend = backend
-        self.reserve_bytes = backend.round_up(reserve_bytes)
+        self.reserve_bytes = backend.round_up(reserve_bytes)  # address space of each tag
         self._arenas: dict[str, Arena] = {}
 
     def __iter__(self) -> Iterator[Arena]:
@@ -92,12 +88,7 @@ class Accounts:
         self._torch_use = TorchUse(backend.device)
 
     def report(self, leases: Callable[[str], Collection[int]], others: bool) -> Report:
-        """Build the saver's report.
-
-        Args:
-            leases: Returns the leases of a tag.
-            others: Whether to look up the other holders of the device's memory.
-        """
+        """Build the saver's report; `leases` returns the leases of a tag."""
         tags = {arena.tag: _report(arena, len(leases(arena.tag))) for arena in self.tags}
         return Report(
             device=str(self.backend.device),

@@ -68,12 +68,7 @@ class Peers(Protocol):
         """Ask peers to end cached leases of the tags, immediately or with the present use."""
 
     def revoke(self, ids: Sequence[int], except_pid: int | None) -> None:
-        """Revoke the peers' imports of extents, or raise ``LeaseError`` naming a peer.
-
-        Args:
-            ids: Ids of the extents.
-            except_pid: Process that may keep its imports.
-        """
+        """Revoke the peers' imports of extents, or raise ``LeaseError`` naming a peer."""
 
     def hand_over(self, extents: Sequence[shim.Extent], to: PoolTicket) -> LeaseError | None:
         """Hand unmapped extents over to another saver; see `memsaver.sharing.hand_over`."""
@@ -88,19 +83,13 @@ _log = logging.getLogger("memsaver")
 class AliasedPages:
     """Pages of another saver's tag, held by a lease for the arena that aliases them.
 
-    The arena that maps the extents unmaps them and then calls ``end``.
+    The extents have handles of this process and leave no gaps from byte 0 on. The arena that maps
+    them unmaps them and then calls ``end``, which releases them and tells the owner.
     """
 
     def __init__(
         self, ticket: Ticket, extents: Sequence[shim.Extent], end: Callable[[], None]
     ) -> None:
-        """Record a lease's extents and how to end it.
-
-        Args:
-            ticket: Ticket for the owner's tag.
-            extents: Extents without gaps from byte 0 on, with handles of this process.
-            end: Releases the extents and tells the owner.
-        """
         self.ticket = ticket
         self.extents = tuple(extents)
         self.nbytes = sum(extent.nbytes for extent in extents)

@@ -81,18 +81,10 @@ class Transactions:
         to: PoolTicket | None,
         streams: Sequence[torch.cuda.Stream] | None,
     ) -> LeaseError | None:
-        """Release the memory of active tags.
+        """Release the memory of active tags, with the arguments of `MemorySaver.pause`.
 
-        Args:
-            arenas: Arenas to pause.
-            content: Content policy for all of them; ``None`` for each tag's own policy.
-            release: Where the memory goes.
-            to: Ticket of the receiving saver; only for "hand_over".
-            streams: Streams to wait for instead of the whole device.
-
-        Returns:
-            The error of a hand-over whose receiver fell silent. The tags are paused then, and the
-            caller records the pause before it raises the error.
+        The result is the error of a hand-over whose receiver fell silent. The tags are paused then,
+        and the caller records the pause before it raises the error.
         """
         for arena in arenas:
             arena.require_no_region("pause")
@@ -238,12 +230,9 @@ class Transactions:
             undo.pop_all()
 
     def trim(self, arenas: Sequence[Arena], pool: bool) -> int:
-        """Release the unused ends of tags, and with `pool` the page pool, to the driver.
+        """Release the unused ends of tags, and with `pool` the page pool; return the freed bytes.
 
-        Tags with an open region or a lease are skipped.
-
-        Returns:
-            The number of bytes that were released.
+        The driver gets the memory. Tags with an open region or a lease are skipped.
         """
         self._peers.recall([arena.tag for arena in arenas])
         arenas = [
@@ -261,12 +250,7 @@ class Transactions:
             )
 
     def release_retained(self, to: PoolTicket | None, most: int | None) -> None:
-        """Hand the page pool's memory to another saver, and release the rest to the driver.
-
-        Args:
-            to: Ticket of the receiving saver, if any.
-            most: Maximum number of bytes to hand over; ``None`` for all.
-        """
+        """Hand up to `most` bytes of the page pool to another saver, and the rest to the driver."""
         if to is not None and self._pool.extents:
             self.check_release("hand_over", to)
             try:
@@ -310,15 +294,9 @@ class Transactions:
     ) -> None:
         """Map memory behind paused tags and restore their content.
 
-        If memory is short, retained and cached memory is released first.
-
-        Args:
-            arenas: Arenas to resume.
-            at_least: Accept at least this many bytes for the one tag; ``None`` for all of them.
-            prefetch: Restores content from host memory in the background.
-
-        Raises:
-            ShortOfMemory: The memory is not available. Nothing has changed.
+        If memory is short, retained and cached memory is released first. If it stays short, the
+        only tag may resume with `at_least` bytes or more; otherwise ``ShortOfMemory`` is raised.
+        A `prefetch` restores content from host memory in the background.
         """
         try:
             self._with_room(partial(self._resume, arenas, prefetch))
@@ -438,10 +416,8 @@ class Transactions:
     def make_room(self, cause: shim.Cause) -> bool:
         """Release torch's cached memory, and revoke peers' imports of retained memory.
 
-        A peer that does not answer keeps its imports.
-
-        Returns:
-            Whether that may help against this cause.
+        A peer that does not answer keeps its imports. If this cannot help against `cause`, nothing
+        is released, and the result is False.
         """
         if self._backend.forked or cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
             return False
