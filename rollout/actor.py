@@ -44,13 +44,9 @@ class RolloutActor(ActorBase):
     ) -> None:
         """Store the arguments of the engine, which `build` starts.
 
-        Args:
-            path: Model directory.
-            device: Device of the engine.
-            dtype: Name of the torch dtype in which the model computes.
-            threads: Torch's CPU threads in this process; None keeps torch's default.
-            engine: Further arguments of the engine's `from_pretrained`.
-            kind: "native" for this project's engine, or the project that hosts it.
+        `dtype` names the torch dtype in which the model computes. `threads` sets torch's CPU
+        threads in this process; None keeps torch's default. `engine` has further arguments of the
+        engine's `from_pretrained`.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -59,11 +55,7 @@ class RolloutActor(ActorBase):
         self._arguments = {**engine, **own}
 
     def build(self, address: RankAddress | None = None) -> None:
-        """Build the engine.
-
-        Args:
-            address: This process's rank in a tensor-parallel engine; None for one process.
-        """
+        """Build the engine; with an address, as one rank of a tensor-parallel engine."""
         if self._kind == "vllm":
             # This sets an option of NCCL, which NCCL reads only once, when the ranks meet.
             memsaver.compat.install("vllm.device_allocator.cumem")
@@ -74,19 +66,10 @@ class RolloutActor(ActorBase):
 def build_engine(
     kind: EngineKind, arguments: Mapping[str, Any], group: ProcessGroup | None = None
 ) -> tuple[Rollout, Callable[[], None]]:
-    """Build an engine of the given kind.
+    """Build an engine, and return it with the function that ends it and releases its memory.
 
-    Args:
-        kind: "native" for this project's engine, or the project that hosts it.
-        arguments: Arguments of the `from_pretrained` of its class.
-        group: Ranks that share a native engine. vLLM uses torch's default group instead, and
-            SGLang runs in one process.
-
-    Returns:
-        The engine, and the function that ends it and releases its memory.
-
-    Raises:
-        ValueError: The kind is unknown, or SGLang is asked to share its model with other ranks.
+    `arguments` are those of the `from_pretrained` of its class. `group` has the ranks that share a
+    native engine. vLLM uses torch's default group instead, and SGLang runs in one process.
     """
     if kind in _HOSTED:
         if group is not None and kind == "sglang":

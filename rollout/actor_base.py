@@ -28,16 +28,7 @@ class ActorBase:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, or read a property, of the actor or else of the held object.
 
-        Args:
-            method: Public name of the method or property.
-            *args: Positional arguments of the method.
-            **kwargs: Keyword arguments of the method.
-
-        Returns:
-            The method's result, or the property's value.
-
-        Raises:
-            ValueError: The name is private.
+        A private name raises a ValueError.
         """
         if method.startswith("_"):
             raise ValueError(f"{method} is private; actors are called by public names")
@@ -62,30 +53,20 @@ class ActorBase:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """One rank's place in a process group.
-
-    Attributes:
-        host: Address of the store, which rank 0 keeps.
-        port: Port of the store.
-        rank: This process's rank.
-        size: Number of ranks.
-        seconds: The group's timeout, which also limits the wait for all ranks to join.
-    """
+    """One rank's place in a process group, whose store rank 0 keeps at `host` and `port`."""
 
     host: str
     port: int
     rank: int
     size: int
-    seconds: float
+    seconds: float  # the group's timeout, also for the wait until all ranks have joined
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """Open a group's store on a free port of one address of this machine.
+    """Open a group's store on a free port of `host`, an address of this machine.
 
-    By default, torch's store would listen on all addresses of the machine.
-
-    Args:
-        host: Address of this machine that all ranks can reach.
+    All ranks must be able to reach the address. By default, torch's store would listen on all
+    addresses of the machine.
     """
     family = socket.getaddrinfo(host, None)[0][0]
     listener = socket.create_server((host, 0), family=family)
@@ -100,12 +81,8 @@ def join(
 ) -> dist.ProcessGroup:
     """Initialize this process's default group (gloo for the CPU, NCCL for a GPU) and return it.
 
-    The call returns when all ranks have joined. A GPU becomes the current device.
-
-    Args:
-        address: This process's place in the group.
-        device: Device on which the group communicates.
-        store: On rank 0, the result of `open_store`; None on the other ranks.
+    The call returns when all ranks have joined. A GPU becomes the current device. `store` is the
+    result of `open_store` on rank 0, and None on the other ranks.
     """
     timeout = timedelta(seconds=address.seconds)
     if store is None:

@@ -134,11 +134,7 @@ def why_one_size(
 ) -> str | None:
     """Return why a KV pool cannot grow while the engine generates; None if it can.
 
-    Args:
-        pages_tell_all: Whether every layer has full or latent attention (`KVLayout`).
-        tensor_parallel_size: Ranks of the engine.
-        tiers: Whether the engine has host tiers.
-        double_sparsity: Whether the engine decodes over the heaviest tokens only.
+    `pages_tell_all` says whether every layer has full or latent attention (`KVLayout`).
     """
     reasons = {
         f"tensor_parallel_size={tensor_parallel_size}: ranks must decide alike": (

@@ -73,6 +73,7 @@ class Engine(EngineBase):
     Raises:
         ValueError: The configuration does not fit the model, or differs between ranks.
         OutOfMemory: The device has too little memory.
+        StateError: A tensor-parallel engine with CUDA graphs is built inside a region.
     """
 
     store: WeightStore
@@ -479,8 +480,9 @@ class Engine(EngineBase):
             The offer, with a ticket to the pages.
 
         Raises:
-            StateError: The weights sleep or lie in the trainer's pages, requests run, or `names`
-                are given while the weights are undefined. Nothing changed, as after every error.
+            StateError: The weights sleep or lie in the trainer's pages, requests run, `names` are
+                given while the weights are undefined, or `shadow` is wanted while other tensors
+                lie on tag `weights`. Nothing changed, as after every error.
             ValueError: The version is older than the present one, a name is unknown, or `names` is
                 empty.
             OutOfMemory: There is no room for shadow pages.
@@ -588,8 +590,7 @@ class Engine(EngineBase):
     def _require_current(self, together: bool = False) -> None:
         """Raise a StateError if the engine cannot compute; forget keys and values that were lost.
 
-        Args:
-            together: All tensor-parallel ranks call this without a request, and decide together.
+        With `together`, all tensor-parallel ranks call this without a request, and decide together.
         """
         reason = self.unavailable_reason()
         kept = not self._notice_loss()
@@ -611,8 +612,7 @@ class Engine(EngineBase):
     def _notice_loss(self) -> bool:
         """Start over if another user of the saver discarded or paused the KV cache.
 
-        Returns:
-            Whether content of the KV cache was lost.
+        Return whether content of the KV cache was lost.
         """
         lost = bool(self._watch.lost(KV_CACHE))
         if lost or (self.scheduler.running and self.saver.is_paused(KV_CACHE)):

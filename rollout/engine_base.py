@@ -23,15 +23,10 @@ Unfinished = Literal["raise", "preempt", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSaver:
-    """Description of another saver of the same device, in this process or in another.
+    """Description of another saver of the same device, in this process or in another."""
 
-    Attributes:
-        ticket: Names the saver's page pool.
-        nbytes: Bytes of each of its tags when resumed.
-    """
-
-    ticket: PoolTicket
-    nbytes: dict[str, int]
+    ticket: PoolTicket  # names the saver's page pool
+    nbytes: dict[str, int]  # bytes of each of its tags when resumed
 
     @classmethod
     def of(cls, saver: MemorySaver) -> Self:
@@ -53,18 +48,11 @@ def check_sleep_level(level: int) -> None:
 
 @contextlib.contextmanager
 def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[Release]:
-    """Hand the memory that is freed by pauses inside the block over to the peer.
+    """Yield the `release` argument for pauses, and hand the memory that they free over to the peer.
 
-    At the end of the block the peer receives at most the bytes of its tag `into`. The rest goes to
-    the driver, as does all of the memory when the peer is gone.
-
-    Args:
-        saver: The saver whose tags are paused.
-        peer: The saver that receives memory; None: the driver does.
-        into: The peer's tag that is resumed next; None: the driver receives the memory.
-
-    Yields:
-        The `release` argument for the pauses.
+    At the end of the block, the peer receives at most the bytes of its tag `into`, which is resumed
+    next. The rest goes to the driver. So does all of the memory if the peer is gone, or if `peer`
+    or `into` is None.
     """
     if peer is None or into is None:
         yield "driver"
@@ -138,9 +126,6 @@ class EngineBase(SaverSide):
         """Return the version of the weights; None while they are undefined.
 
         Weights that sleep with their content kept have a version.
-
-        Returns:
-            The version, or None.
         """
         return self.store.version
 
@@ -171,7 +156,8 @@ class EngineBase(SaverSide):
 
         Raises:
             WeightUpdateError: No update is open, it is verified already, or a box is outside of the
-                weights or the message. Nothing was written.
+                weights or the message. Nothing was written. Or other users of the saver discarded
+                the pages, which closes the update.
             StateError: The weights sleep.
         """
         self._update.write(boxes, data)

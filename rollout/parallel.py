@@ -34,15 +34,7 @@ class TensorParallel:
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup | None) -> None:
-        """Join the ranks of a group.
-
-        Args:
-            size: Number of ranks.
-            group: Their process group, gloo for the CPU or NCCL for GPUs; None for one rank.
-
-        Raises:
-            ValueError: The group has another number of ranks.
-        """
+        """Join a group of `size` ranks, gloo for the CPU or NCCL for GPUs; None for one rank."""
         ranks = 1 if group is None else dist.get_world_size(group)
         if ranks != size:
             rule = f"needs Engine(..., group=) of as many ranks, got {ranks}; make them equal"
@@ -57,12 +49,7 @@ class TensorParallel:
         """Allocate the buffer on which collectives in captured graphs work, outside of every tag.
 
         NCCL registers the buffers of captured collectives with the other ranks, which would access
-        a tag's old pages after a pause.
-
-        Args:
-            width: The largest `width` of `join`.
-            dtype: Dtype of the exchanged tensors.
-            device: Device of the engine.
+        a tag's old pages after a pause. `width` is the largest `width` of `join`.
 
         Raises:
             StateError: The buffer lies on a tag, because the caller is inside a region.
@@ -97,26 +84,18 @@ class TensorParallel:
     def agree_ready(
         self, reason: str | None, kept: bool, device: torch.device
     ) -> tuple[str | None, bool]:
-        """Agree whether all ranks can generate.
+        """Return why a rank cannot generate, or None, and whether all KV caches are intact.
 
-        Args:
-            reason: Why this rank cannot generate; None if it can.
-            kept: Whether the content of this rank's KV cache is intact.
-            device: Device on which the group communicates.
-
-        Returns:
-            Why a rank cannot generate, or None; and whether all KV caches are intact.
+        `reason` and `kept` are this rank's answers. The group communicates on `device`.
         """
         mine = [self.size if reason is None else self.rank, int(kept)]
         first, whole = self.agree(mine, device, "readiness")
         return f"tensor-parallel rank {first} cannot" if first < self.size else None, bool(whole)
 
     def embed(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        """Return the embeddings [T, hidden] of int64 [T], bitwise as from one whole table.
+        """Return the embeddings [T, hidden] of int64 ids [T], bitwise as from one whole table.
 
-        Args:
-            token_ids: int64 [T].
-            rows: This rank's rows of the table, [vocab / size, hidden].
+        `rows` are this rank's rows of the table, [vocab / size, hidden].
         """
         if self.size == 1:
             return F.embedding(token_ids, rows)
@@ -164,11 +143,7 @@ class TensorParallel:
     def check_same(self, subject: str, value: str) -> None:
         """Raise a ValueError naming the ranks whose value differs from rank 0's.
 
-        Such ranks would not compute the same results.
-
-        Args:
-            subject: Names the value in the message.
-            value: This rank's value.
+        Such ranks would not compute the same results. `subject` names the value in the message.
         """
         if self.size == 1:
             return

@@ -170,12 +170,7 @@ class HostedRollout(EngineBase):
     def __init__(self, engine: HostedEngine, path: str | Path) -> None:
         """Record where the engine's weights lie.
 
-        Args:
-            engine: The engine.
-            path: Model directory.
-
-        Raises:
-            ValueError: Names the first parameter that is not a plain copy of the checkpoint.
+        A ValueError names the first parameter that is not a plain copy of the checkpoint at `path`.
         """
         self._hosted = engine
         group = engine.group
@@ -299,10 +294,9 @@ class HostedRollout(EngineBase):
         self._watch.note(*self._behind(KV_CACHE))
 
     def make_ready(self) -> str | None:
-        """Forget keys and values, on all ranks, if other users of a rank's saver discarded them.
+        """Return why `generate` must refuse; None if it can run.
 
-        Returns:
-            Why `generate` must refuse; None if it can run.
+        If other users of a rank's saver discarded keys and values, all ranks forget theirs.
         """
         reason = self.unavailable_reason()
         if self._ranks.failure is not None:
@@ -398,13 +392,10 @@ class HostedRollout(EngineBase):
 def _host_copies(
     model: nn.Module, device: torch.device, updatable: Iterable[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Allocate host memory for the content of the model's buffers and of the updatable buffers.
+    """Return the model's buffers and the updatable buffers, each with host memory for its content.
 
     Weight updates do not write these tensors, so a discard of their tag must not lose them. Of
     tensors that start at the same address, only the longest is included.
-
-    Returns:
-        Pairs of a buffer and its host memory.
     """
     pinned = device.type == "cuda"
     spans = [_span(buffer) for buffer in model.buffers() if buffer.device == device]

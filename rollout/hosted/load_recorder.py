@@ -49,11 +49,8 @@ def manifest_of(
 ) -> Manifest:
     """Build the manifest of a recording; `check_taken` and `check_filled` validate it.
 
-    Args:
-        recording: Effects of the model's loader.
-        shapes: Shapes of the checkpoint's whole parameters, tied ones once.
-        aliases: Stored name by tied name.
-        offset_of: Returns an address's byte in the tag's arena.
+    `shapes` are those of the checkpoint's whole parameters, tied ones once. `aliases` has the
+    stored name by tied name. `offset_of` maps an address to its byte in the tag's arena.
     """
     firsts = accumulate(map(math.prod, shapes.values()), initial=0)
     numbers = dict(zip(shapes, firsts, strict=False))
@@ -108,14 +105,9 @@ def parts(manifest: Manifest) -> list[Part]:
 def check_taken(ranks: Sequence[Sequence[Part]], shapes: Mapping[str, Ints]) -> None:
     """Check that the ranks together take every element of every parameter exactly once.
 
-    Several ranks may have the same box, but no rank may have a box twice.
-
-    Args:
-        ranks: Result of `parts` for each rank that shares the model.
-        shapes: Shapes of the checkpoint's whole parameters.
-
-    Raises:
-        ValueError: Names parameters of which too few or too many elements are taken.
+    `ranks` has the `parts` of each rank that shares the model. Several ranks may have the same box,
+    but no rank may have a box twice. A ValueError names parameters of which too few or too many
+    elements are taken.
     """
     union = Counter[Part]()
     for boxes_of_rank in ranks:
@@ -151,13 +143,8 @@ def check_filled(recording: Recording, model: nn.Module) -> None:
 def whole(recording: Recording, model: nn.Module, shapes: Mapping[str, Ints]) -> dict[str, Tensor]:
     """Return the parameters or buffers of the model that whole checkpoint tensors fill.
 
-    Args:
-        recording: Effects of the model's loader.
-        model: The model.
-        shapes: Shapes of the checkpoint tensors, by name.
-
-    Raises:
-        ValueError: Names a checkpoint tensor that does not fill a whole tensor of the model.
+    `shapes` are those of the checkpoint tensors, by name. A ValueError names a checkpoint tensor
+    that does not fill a whole tensor of the model.
     """
     own = {tensor.data_ptr(): tensor for tensor in chain(model.parameters(), model.buffers())}
     filled: dict[str, Tensor] = {}
@@ -179,43 +166,25 @@ def _place(landed: Landed) -> tuple[int, int]:
 
 
 class LoadedBox(NamedTuple):
-    """A box of a whole parameter, and where its elements lie in the model.
+    """A box of a whole parameter, and where its elements lie in the model."""
 
-    Attributes:
-        start: Index of its first element in the parameter.
-        shape: Its shape.
-        offset: Distance of its first element in the model from the copy's first, in elements.
-        steps: Strides in the model, in elements, one per dimension.
-    """
-
-    start: Ints
+    start: Ints  # index of its first element in the parameter
     shape: Ints
-    offset: int
-    steps: Ints
+    offset: int  # distance of its first element from the copy's first in the model, in elements
+    steps: Ints  # strides in the model, in elements, one per dimension
 
 
 class _Walk(NamedTuple):
-    """Elements at equal distances, both in the parameter and in the model.
+    """Elements at equal distances, both in the parameter and in the model."""
 
-    Attributes:
-        dim: The parameter's dimension along which they lie; -1: none.
-        size: Number of elements.
-        stride: Their distance in the parameter, in elements.
-        step: Their distance in the model, in elements.
-    """
-
-    dim: int
-    size: int
-    stride: int
-    step: int
+    dim: int  # the parameter's dimension along which they lie; -1: none
+    size: int  # number of elements
+    stride: int  # their distance in the parameter, in elements
+    step: int  # their distance in the model, in elements
 
 
 def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
-    """Yield a copy as boxes of a parameter of shape `whole`.
-
-    Raises:
-        ValueError: The copy does not consist of boxes.
-    """
+    """Yield a copy as boxes of a parameter of shape `whole`; a ValueError refuses other copies."""
     if 0 in landed.shape:
         return
     plain, sizes, steps, loops = row_major(whole), [1] * len(whole), dict[int, int](), list[_Walk]()
@@ -264,24 +233,14 @@ def _no_slice(landed: Landed) -> ValueError:
 
 @dataclass(frozen=True, kw_only=True)
 class Landed:
-    """A copy of elements of one checkpoint tensor into the model.
+    """A copy of elements of one checkpoint tensor into the model."""
 
-    Attributes:
-        name: Name of the checkpoint tensor.
-        first: Its first copied element.
-        shape: Shape of the copied elements.
-        strides: Strides in the checkpoint tensor, in elements.
-        address: Address of the first element in the model.
-        steps: Strides in the model, in elements.
-        dtype: Dtype in the model.
-    """
-
-    name: str
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    address: int
-    steps: tuple[int, ...]
+    name: str  # of the checkpoint tensor
+    first: int  # number of its first copied element
+    shape: tuple[int, ...]  # of the copied elements
+    strides: tuple[int, ...]  # in the checkpoint tensor, in elements
+    address: int  # of the first element in the model
+    steps: tuple[int, ...]  # strides in the model, in elements
     dtype: torch.dtype
 
 
@@ -294,16 +253,11 @@ class Recording:
 
 
 def record(load: Load, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recording:
-    """Record what a model's loader does with a checkpoint.
+    """Record what a model's own `load_weights` does with a checkpoint.
 
-    Args:
-        load: The model's own `load_weights`.
-        model: The model.
-        shapes: Shapes of the checkpoint's tensors, by the trainer's names. Stacked experts are fed
-            one by one, under the names that checkpoints use.
-
-    Raises:
-        ValueError: Names a tensor that the loader does not just copy, and the remedy.
+    `shapes` are those of the checkpoint's tensors, by the trainer's names. Stacked experts are fed
+    one by one, under the names that checkpoints use. A ValueError names a tensor that the loader
+    does not just copy, and the remedy.
     """
     recorder = _Recorder(model)
     before = _addresses(model)

@@ -154,14 +154,9 @@ def sglang_params(
 ) -> list[Request]:
     """Return the sampling parameters of SGLang's requests for `params.n` samples.
 
-    Args:
-        params: Our sampling parameters.
-        stops: The model's end tokens.
-        seeded: Whether the engine uses each request's seed, so that every sample needs a request.
-            Otherwise seeds have no effect, and one request covers all samples.
-
-    Raises:
-        ValueError: SGLang does not support the parameters.
+    `stops` are the model's end tokens. If `params` have a seed and the engine is `seeded`, every
+    sample gets a request. Otherwise one request covers all samples, and a seed has no effect. A
+    ValueError names parameters that SGLang does not support.
     """
     if params.beam_width > 1:
         raise ValueError(f"beam_width={params.beam_width}: no beam search with SGLang; use 1")
@@ -189,8 +184,7 @@ def sglang_params(
 def completion(output: Mapping[str, Any], version: int) -> Completion:
     """Convert one sample's output of `sglang.Engine.async_generate`.
 
-    Raises:
-        ValueError: SGLang refused the request.
+    A ValueError says why SGLang refused the request.
     """
     tokens, info = list(output["output_ids"]), output["meta_info"]
     reason = info["finish_reason"]

@@ -45,10 +45,7 @@ class SglangEngine:
     """A `sglang.Engine` with one scheduler, in another process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Start the engine and its scheduler.
-
-        Args:
-            options: Options of `sglang.Engine`.
+        """Start the engine and its scheduler, with options of `sglang.Engine`.
 
         Raises:
             ValueError: The package is not installed, or the options start several schedulers.
@@ -85,16 +82,8 @@ class SglangEngine:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the scheduler's `SchedulerSide`, or of its `HostedRollout`.
 
-        Args:
-            method: Name of the method or property.
-            *args: Positional arguments, which are pickled.
-            **kwargs: Keyword arguments, which are pickled.
-
-        Returns:
-            The result; an error of the method is raised here.
-
-        Raises:
-            StateError: The scheduler has ended.
+        Arguments are pickled. An error of the method is raised here. A StateError says that the
+        scheduler has ended.
         """
         try:
             self._channel.send_bytes(pickle.dumps((method, args, kwargs)))
@@ -110,13 +99,9 @@ class SglangEngine:
     def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
         """Answer the prompts. After an error, no request is left in the engine.
 
-        Args:
-            prompts: Token ids.
-            params: Sampling parameters of SGLang's requests, one per prompt.
-            on_step: Called with (number, outputs of all samples) of the prompts that have ended.
-
-        Raises:
-            StateError: The scheduler has ended.
+        `params` has the sampling parameters of one SGLang request per prompt. `on_step` receives
+        (number, outputs of all samples) of the prompts that have ended. A StateError says that the
+        scheduler has ended.
         """
         loop = self.engine.loop
         ended = loop.create_future()
@@ -269,14 +254,9 @@ class SchedulerSide(ActorBase):
         self._scheduler = scheduler
 
     def build(self, path: str, loaded: bool) -> tuple[int, int]:
-        """Build the `HostedRollout`.
+        """Build the `HostedRollout`; its weights are version 0 if the engine has `loaded` them.
 
-        Args:
-            path: Model directory.
-            loaded: Whether the engine has loaded the checkpoint's weights.
-
-        Returns:
-            The tokens of the KV cache, and the maximum tokens of prompt and answer together.
+        Return the tokens of the KV cache, and the maximum tokens of prompt and answer together.
         """
         self.held = HostedRollout(HostedScheduler(self._scheduler), path)
         if loaded:

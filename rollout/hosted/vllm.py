@@ -169,10 +169,8 @@ class VllmRollout(HostedRollout, Generating):
 def _replica_number(device: torch.device, size: int, options: str) -> int:
     """Select the rank's GPU as the current device, and return the number of its replica.
 
-    Args:
-        device: The rank's GPU.
-        size: Ranks of an engine.
-        options: Describes the engine; must be the same on all ranks.
+    `size` is the number of ranks of an engine. `options` describes the engine, and must be the same
+    on all ranks.
     """
     if not several_ranks():
         if device.type != "cuda" or device.index:
@@ -221,14 +219,10 @@ COLDEST = 0.01
 
 
 def vllm_params(params: SamplingParams, stops: Collection[int]) -> Request:
-    """Return the fields of `vllm.SamplingParams`.
+    """Return the fields of `vllm.SamplingParams`; `stops` are the model's end tokens.
 
-    Args:
-        params: Our sampling parameters.
-        stops: The model's end tokens.
-
-    Raises:
-        ValueError: vLLM's log-probs would differ from ours with these parameters.
+    A ValueError names parameters that vLLM does not support, or with which its log-probs would
+    differ from ours.
     """
     if params.beam_width > 1:
         raise ValueError(f"beam_width={params.beam_width}: no beam search with vLLM; use 1")

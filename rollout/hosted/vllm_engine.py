@@ -45,13 +45,9 @@ class VllmEngine(HostedEngine):
     graphs_need_content = True
 
     def __init__(self, llm: Any) -> None:
-        """Wrap a `vllm.LLM`.
+        """Wrap a `vllm.LLM` with `enable_sleep_mode`.
 
-        Args:
-            llm: A `vllm.LLM` with `enable_sleep_mode`.
-
-        Raises:
-            StateError: Its memory is not on memsaver's tags.
+        A StateError says that its memory is not on memsaver's tags.
         """
         import vllm
 
@@ -73,19 +69,9 @@ class VllmEngine(HostedEngine):
 
     @classmethod
     def start(cls, path: str | Path, options: dict[str, Any]) -> Self:
-        """Start a `vllm.LLM`.
+        """Start a `vllm.LLM`. In a group of several ranks, each starts one, on its current GPU.
 
-        In a torch.distributed group of several ranks, all ranks start one, each on its current GPU.
-        Every `tensor_parallel_size` consecutive ranks share an engine.
-
-        Args:
-            path: Model directory.
-            options: Options of `vllm.LLM`.
-
-        Raises:
-            StateError: vLLM's own allocator is already in use, or the engine would run in another
-                process.
-            ValueError: The package is not installed.
+        `VllmRollout.from_pretrained` documents the errors, and which ranks share an engine.
         """
         require("vllm")
         if os.environ.setdefault(IN_PROCESS, "0") != "0":
@@ -119,10 +105,8 @@ class VllmEngine(HostedEngine):
     def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
         """Answer the prompts. After an error, no request is left in the engine.
 
-        Args:
-            prompts: Token ids.
-            params: Fields of `vllm.SamplingParams`, one dict per prompt.
-            on_step: Called with (number, `RequestOutput`) of the prompts that ended in a step.
+        `params` has fields of `vllm.SamplingParams`, one dict per prompt. `on_step` receives
+        (number, `RequestOutput`) of the prompts that ended in a step.
         """
         engine = self.llm.llm_engine
         final = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
@@ -157,14 +141,11 @@ def several_ranks() -> bool:
 
 @contextlib.contextmanager
 def _launched() -> Iterator[dict[str, Any]]:
-    """Prepare the environment in which `vllm.LLM` becomes one worker of the default group.
+    """Yield options with which `vllm.LLM` becomes one worker of the default group in the block.
 
     vLLM reads its rank and its GPU from torchrun's variables, which other launchers do not set. All
     reductions use NCCL: vLLM's own kernels map the memory of the other GPUs, which a Ray actor does
     not see.
-
-    Yields:
-        Options of `vllm.LLM`.
     """
     if not several_ranks():
         yield {}

@@ -14,19 +14,12 @@ Candidates = Sequence[Sequence[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Branch:
-    """An unfinished answer, with one entry per token.
-
-    Attributes:
-        tokens: Generated token ids.
-        logprobs: Their log-probs.
-        versions: Versions of the weights that generated them.
-        total: Sum of the log-probs.
-    """
+    """An unfinished answer. Its lists have one entry per generated token."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    total: float = 0.0
+    versions: list[int] = field(default_factory=list)  # of the weights that generated the tokens
+    total: float = 0.0  # sum of the log-probs
 
 
 @dataclass(frozen=True)
@@ -64,15 +57,12 @@ class BeamSearch:
         self.done = False
 
     def advance(self, candidates: Candidates, version: int) -> list[tuple[int, int]]:
-        """Extend the branches by one token.
-
-        Args:
-            candidates: Candidate tokens of each branch.
-            version: Version of the weights that scored them.
+        """Extend the branches by one token; weights of `version` scored the candidates.
 
         Returns:
             Pairs (slot, parent): the branch in `slot` is dead, and another extension of `parent`
-            takes the slot. All other branches continue in their slots. Empty once `done`.
+            takes the slot. All other branches continue in their slots. Empty once `done`, and for
+            the first token, before which all branches are identical.
         """
         length = len(self.branches[0].tokens) + 1
         first, last = length == 1, length == self.params.max_tokens
@@ -162,10 +152,9 @@ def _score(completion: Completion) -> float:
 def _place(
     chosen: Sequence[_Extension], width: int
 ) -> tuple[list[_Extension], list[tuple[int, int]]]:
-    """Assign slots: a parent's first extension stays in its slot, others take dead branches' slots.
+    """Return the extension in each slot, and pairs (slot, parent) for the slots of dead branches.
 
-    Returns:
-        The extension in each slot, and pairs (slot, parent) for the slots of dead branches.
+    A parent's first extension stays in its slot, and the others take the slots of dead branches.
     """
     slots: dict[int, _Extension] = {}
     forks = []

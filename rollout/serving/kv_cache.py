@@ -40,8 +40,6 @@ class Cache:
         pool: Keys and values, on the tag.
         states: States of the linear layers, on the tag: a slot per running sample, and
             `EngineConfig.prefix_states` slots for prefixes. None in a model without such layers.
-        table: The request table.
-        blocks: The block manager.
         elastic: Grows and shrinks the pool; None if it has a fixed size.
         window: Number of keys that a query attends to, if that is the same in all layers; None:
             all keys, or the layers differ.
@@ -98,10 +96,8 @@ class Cache:
         """Build the scheduler's block manager, with a prefix cache if it is wanted and safe.
 
         It is not safe with sliding layers, whose windows of a prefix are gone when its sequence
-        ends, nor with double sparsity, whose decode computes other values than its prefill.
-
-        Raises:
-            ValueError: Tiers are wanted and not safe.
+        ends, nor with double sparsity, whose decode computes other values than its prefill. In
+        these cases, and with linear layers, tiers raise a ValueError.
         """
         safe = self.layout.pages_tell_all and self.sparsity is None
         if config.tiers is not None:
@@ -131,8 +127,7 @@ class Cache:
     def on_resume(self, partly: bool = False) -> None:
         """Zero the padding pages after a resume of the tag; all other content is undefined.
 
-        Args:
-            partly: Let an elastic pool start small; otherwise it allocates all of its memory.
+        With `partly`, an elastic pool starts small; otherwise it allocates all of its memory.
         """
         self.pool.on_resume()
         if self.states is not None:
@@ -175,11 +170,7 @@ def _sparse_pool(
 
 
 def window_tokens(kv_layout: KVLayout, config: EngineConfig) -> int | None:
-    """Return the tokens of the pool of sliding layers; None if the model needs no such pool.
-
-    Raises:
-        ValueError: `window_tokens` is set for a model without such a pool.
-    """
+    """Return the tokens of the pool of sliding layers; None if the model needs no such pool."""
     if kv_layout.pool != "swa" or kv_layout.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(

@@ -26,34 +26,24 @@ _QUERY_SECONDS = 0.02  # minimum time between two queries of free memory
 
 @dataclass(frozen=True, kw_only=True)
 class Swapped:
-    """Keys and values of a preempted sample that wait on the host.
+    """Keys and values of a preempted sample that wait on the host."""
 
-    Attributes:
-        tokens: Number of the sample's leading tokens that were saved.
-        version: The prefix cache's version under which they were computed.
-        page: Host page with the tokens after the last whole page; 0 if there are none.
-    """
-
-    tokens: int
-    version: int
-    page: int
+    tokens: int  # number of the sample's leading tokens that were saved
+    version: int  # of the prefix cache, under which they were computed
+    page: int  # host page with the tokens after the last whole page; 0 if there are none
 
 
 @dataclass(frozen=True)
 class _Held:
     """The beginning of a running sequence that is locked in the cache.
 
-    Attributes:
-        node: The last locked node.
-        length: Number of locked tokens.
-        version: The cache's version under which they were computed.
-        branch: In `StatePrefixBlocks`, number of tokens whose pages are cached; the pages past
-            `length` have no states and are not locked.
+    In `StatePrefixBlocks`, `branch` is the number of tokens whose pages are cached. The pages past
+    `length` have no states and are not locked.
     """
 
-    node: RadixNode
-    length: int
-    version: int
+    node: RadixNode  # the last locked node
+    length: int  # number of locked tokens
+    version: int  # of the cache, under which they were computed
     branch: int = 0
 
 
@@ -62,11 +52,8 @@ class PrefixBlocks:
 
     A running sequence locks the cached pages that it shares, so that the evictable pages are
     exactly those that an eviction frees. The cache numbers its versions itself: it counts
-    definitions of the weights, including those that repeat a version number.
-
-    Args:
-        blocks: The block manager.
-        cache: Cache over its pages; None: nothing is cached.
+    definitions of the weights, including those that repeat a version number. Without a `cache`,
+    nothing is cached.
     """
 
     def __init__(self, blocks: BlockManager, cache: RadixCache | MambaRadixCache | None) -> None:
@@ -94,9 +81,7 @@ class PrefixBlocks:
     ) -> tuple[ReqHandle, int] | None:
         """Add a sequence, and lock the cached pages that it begins with.
 
-        Args:
-            tokens: All tokens of the sequence.
-            swapped: Result of `swap_out`, which is consumed.
+        `swapped` is the result of `swap_out`, which is consumed.
 
         Returns:
             The handle, and the number of leading tokens that are already computed, which never
@@ -122,10 +107,7 @@ class PrefixBlocks:
     def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
         """Return where the next chunk of a prefill must end, because `keep` follows there.
 
-        Args:
-            handle: The sequence.
-            computed: Number of its tokens that are computed.
-            length: Number of tokens of the whole prefill.
+        The prefill has `length` tokens, and the first `computed` are computed.
         """
         return length
 
@@ -133,13 +115,10 @@ class PrefixBlocks:
         self.blocks.slide(handles)
 
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        """Cache the whole pages of a running sequence, before its first fork.
+        """Cache the whole pages of a running sequence's leading `tokens`, before its first fork.
 
-        Nothing happens if another sequence has cached the same tokens: this one has its own pages.
-
-        Args:
-            handle: The sequence.
-            tokens: Its leading tokens, all of which are computed.
+        All of the tokens are computed. If another sequence has cached the same tokens, nothing
+        happens, because this one has its own pages.
         """
         if not self._keeps:
             return
@@ -171,14 +150,10 @@ class PrefixBlocks:
             self.cache.dec_lock_ref(held.node)
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
-        """Copy a sequence's keys and values to the host, before its `release`.
+        """Copy keys and values of a sequence's computed `tokens` to the host, before its `release`.
 
-        Args:
-            handle: The sequence, which will be admitted again later.
-            tokens: Its computed tokens.
-
-        Returns:
-            The copy; None if the tokens have to be computed again.
+        The sequence will be admitted again later. Without a copy (None), its tokens have to be
+        computed again.
         """
         return None
 
@@ -186,10 +161,9 @@ class PrefixBlocks:
         """Free the result of `swap_out` for a sample that ends without being admitted again."""
 
     def compact(self, pages: int) -> bool:
-        """Evict all unlocked pages and move the rest to the first `pages` pages, if they fit.
+        """Evict all unlocked pages and move the rest to the first `pages` pages.
 
-        Returns:
-            Whether the pages in use fit. If not, they stay where they are.
+        Return whether the rest fits; otherwise it stays where it is.
         """
         self.cache.evict(self.cache.evictable_size)
         renamed = self.blocks.compact(pages)
@@ -204,8 +178,7 @@ class PrefixBlocks:
     def move_below(self, keep: bool) -> None:
         """Prepare for a pause of the pool.
 
-        Args:
-            keep: Move the cached pages to a lower tier, if there is one.
+        With `keep`, the cached pages move to a lower tier, if there is one.
         """
         self.clear()
 
@@ -364,14 +337,9 @@ class Elastic:
         least: int,
         most: int,
     ) -> None:
-        """Wrap a pool with all of its memory.
+        """Wrap a pool that has all of its memory.
 
-        Args:
-            pool: The pool.
-            allocator: Allocator of its pages.
-            saver: Saver of the pool's tag.
-            least: Tokens of the smallest pool, for one sequence.
-            most: Tokens of the whole pool.
+        The pool can shrink from `most` tokens to `least`, which are enough for one sequence.
         """
         self.pool, self.allocator, self.saver = pool, allocator, saver
         self.least, self.most = least, most
@@ -399,9 +367,8 @@ class Elastic:
         driver call. The driver is queried only now and then, because it answers slowly while
         another process pins or maps memory.
 
-        Args:
-            wanted: Returns the number of tokens that samples can use.
-            compact: Moves the pages in use to the first n pages; returns whether they fit.
+        `wanted` returns the number of tokens that samples can use. `compact(n)` moves the pages in
+        use to the first n pages, and returns whether they fit.
         """
         if (began := time.monotonic()) < self._ask_at:
             return

@@ -85,10 +85,9 @@ class ModelRunner:
         return self._triton and self._cache.capturable and layers
 
     def record_routing(self, tokens: int) -> None:
-        """Record the experts of each step's tokens in `recorder`. Call this before any capture.
+        """Record the experts of each step's tokens, at most `tokens`, in `recorder`.
 
-        Args:
-            tokens: Maximum number of tokens of a step.
+        Call this before any capture.
         """
         self.recorder = RoutingRecorder(self.decoder.mlps, tokens, self.device)
 
@@ -102,11 +101,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """Compute a step.
+        """Return the logits [R, vocab] of a step's decoding samples, then of its prefills that end.
 
-        Returns:
-            Logits [R, vocab] of the decoding samples, then of the prefills that end. They are valid
-            until the next call.
+        The logits are valid until the next call.
         """
         ids, positions, ends, shape = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
@@ -160,15 +157,10 @@ class ModelRunner:
     def sample(
         self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
     ) -> tuple[list[int], list[float]]:
-        """Draw the next token of each sample.
+        """Draw the next token of each sample; return the tokens and their log-probs.
 
-        Args:
-            logits: Result of `forward`.
-            rows: Row of the logits for each sample.
-            samples: The samples; several may use the same row.
-
-        Returns:
-            The tokens and their log-probs.
+        `logits` are the result of `forward`, and `rows` has each sample's row of them. Several
+        samples may use the same row.
         """
         batch = SamplingBatch.build(
             temperature=[member.params.temperature for member in samples],
@@ -198,9 +190,8 @@ class ModelRunner:
 def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
     """Pack a step into one batch.
 
-    Returns:
-        The tokens' ids and positions, the indices of the tokens whose logits are needed, and the
-        shape of the batch.
+    Return the tokens' ids and positions, the indices of the tokens whose logits are needed, and the
+    shape of the batch.
     """
     ids = [sample.output[-1] for sample in step.decode]
     kv_lens = [sample.length for sample in step.decode]
@@ -250,24 +241,14 @@ class RoutingRecorder:
 
 @dataclass(eq=False)
 class StepRouting:
-    """Experts of a step's packed tokens.
+    """Experts of a step's packed tokens."""
 
-    Attributes:
-        experts: The experts, undefined before `arrive` if they come from a GPU.
-        sent: Pinned target of the copy from the GPU.
-        stream: Stream of that copy.
-    """
-
-    experts: RoutedExperts
-    sent: Tensor | None = None
-    stream: torch.cuda.Stream | None = None
+    experts: RoutedExperts  # undefined before `arrive` if they come from a GPU
+    sent: Tensor | None = None  # pinned target of the copy from the GPU
+    stream: torch.cuda.Stream | None = None  # of that copy
 
     def arrive(self, *, waited: bool) -> None:
-        """Fill `experts`.
-
-        Args:
-            waited: Whether the host has already waited for the end of the step.
-        """
+        """Fill `experts`; `waited` says whether the host has already waited for the step's end."""
         if self.sent is not None and self.stream is not None:
             if not waited:
                 self.stream.synchronize()
@@ -295,17 +276,10 @@ class DecodeGraphs:
         dtype: torch.dtype,
         saver: MemorySaver,
     ) -> None:
-        """Capture all graphs. The memory that `decode` reads must be mapped, with any content.
+        """Capture `decode` for each batch size, with logits [size, vocab_size] of `dtype`.
 
-        Args:
-            decode: The step to capture.
-            sizes: Batch sizes.
-            vocab_size: Columns of the logits.
-            dtype: Dtype of the logits.
-            saver: Saver on whose tag `cuda_graph` the graphs allocate.
-
-        Raises:
-            torch.OutOfMemoryError: With a note that names the options to lower.
+        The memory that `decode` reads must be mapped, with any content. A torch.OutOfMemoryError
+        gets a note that names the options to lower.
         """
         self.sizes = tuple(sorted(set(sizes)))
         largest = self.sizes[-1]

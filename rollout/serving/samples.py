@@ -53,47 +53,28 @@ class SampleRouting:
 class Sample:
     """One answer that is being generated; the scheduler owns it.
 
-    Attributes:
-        request: Number of the request.
-        index: Number of the sample in its request.
-        prompt: Token ids of the prompt.
-        params: Sampling parameters.
-        seed: Seed of the request.
-        stop_ids: Token ids that end the sample.
-        siblings: Samples that wait for this sample's prefill, and then fork from it.
-        output: Generated token ids.
-        logprobs: Their log-probs.
-        versions: Versions of the weights that generated them.
-        finish_reason: None while the sample is unfinished.
-        handle: The running sequence; None while the sample waits.
-        computed: Number of leading tokens whose keys and values are cached.
-        prefill_len: Number of tokens to compute in chunks before decode starts.
-        beams: The beam search of which this sample is a branch. Its output, logprobs and versions
-            are then replaced as a whole.
-        score: The beam search's rank value of a finished answer.
-        swapped: Host copy of its keys and values, while the sample waits for pages.
-        remote: Whether another engine computes the prompt (`rollout.disagg`).
-        routing: Experts of its tokens.
+    A beam search replaces the output, logprobs and versions of its branches as a whole.
     """
 
-    request: int
-    index: int
+    request: int  # number of the request
+    index: int  # number of the sample in its request
     prompt: list[int]
     params: SamplingParams
     seed: int
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int]  # token ids that end the sample
+    # Samples that wait for this sample's prefill, and then fork from it.
     siblings: list[Sample] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    handle: ReqHandle | None = None
-    computed: int = 0
-    prefill_len: int = 0
-    beams: BeamGroup | None = None
-    score: float | None = None
-    swapped: Swapped | None = None
-    remote: bool = False
+    versions: list[int] = field(default_factory=list)  # of the weights that generated the output
+    finish_reason: FinishReason | None = None  # None while the sample is unfinished
+    handle: ReqHandle | None = None  # the running sequence; None while the sample waits
+    computed: int = 0  # number of leading tokens whose keys and values are cached
+    prefill_len: int = 0  # number of tokens to compute in chunks before decode starts
+    beams: BeamGroup | None = None  # the search of which this sample is a branch
+    score: float | None = None  # rank value of a beam search's finished answer
+    swapped: Swapped | None = None  # keys and values on the host, while the sample waits for pages
+    remote: bool = False  # whether another engine computes the prompt (`rollout.disagg`)
     routing: SampleRouting = field(default_factory=SampleRouting)
 
     @property
@@ -191,12 +172,9 @@ class Chunk:
 class Step:
     """One forward: one token of every decoding sample, then the prefill chunks.
 
-    Attributes:
-        decode: Samples that decode one token.
-        decode_slots: Their slots, as `extend` returned them.
-        chunks: Chunks of samples in prefill.
-        loads: Copies from lower tiers that may still be under way, for which each layer waits.
-        arriving: Prompts just admitted that another engine computes; not part of the forward.
+    `decode_slots` are as `extend` returned them. `loads` are copies from lower tiers that may still
+    be under way, for which each layer waits. `arriving` are prompts just admitted that another
+    engine computes; they are not part of the forward.
     """
 
     decode: list[Sample]

@@ -55,12 +55,9 @@ class Scheduler:
         return min(pages, pages_across(reach, self.page_size))
 
     def check_fits(self, name: str, prompt_len: int, params: SamplingParams) -> None:
-        """Raise a ValueError if a sample of the request could not run even alone.
+        """Raise a ValueError, which calls the prompt `name`, if the request can never run.
 
-        Args:
-            name: Names the prompt in the message.
-            prompt_len: Tokens of the prompt.
-            params: Sampling parameters of the request.
+        A sample must fit into the pool alone, and the branches of a beam search together.
         """
         for ledger in self.blocks.ledgers:
             needed = self._needed(ledger, prompt_len + params.max_tokens - 1)
@@ -126,8 +123,8 @@ class Scheduler:
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
         """Allocate pages for the decoding samples and for the next chunks of begun prefills.
 
-        Returns:
-            The decoding samples, their slots, and the chunks.
+        Preempt the youngest running samples while pages are short. Return the decoding samples,
+        their slots, and the chunks.
         """
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
@@ -348,11 +345,7 @@ def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
 def for_each(
     prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts.
-
-    Raises:
-        ValueError: The sequence has another length than `prompts`.
-    """
+    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts."""
     expanded = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(expanded) != len(prompts):
         raise ValueError(

@@ -110,10 +110,7 @@ class TieredBlocks(PrefixBlocks):
     def _restore(self, handle: ReqHandle, computed: int, swapped: Swapped) -> int:
         """Load the last page of a swapped sample; return the number of computed tokens.
 
-        Args:
-            handle: The sequence.
-            computed: Tokens that the prefix cache has provided.
-            swapped: The host copy.
+        `computed` is the number of tokens that the prefix cache has provided.
         """
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
         stale = swapped.version != self.tiers.version

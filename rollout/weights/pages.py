@@ -23,9 +23,7 @@ class WeightPages:
     The tensors belong to an engine, which may be another project's.
 
     Attributes:
-        tag: The tag.
         base: Byte of the tag at which `arena` starts.
-        manifest: Places of the parameters.
         param_nbytes: Bytes of the parameters that this rank stores, without padding.
         arena: uint8, all weights with padding, from byte `base` of the tag on.
         shapes: Shapes of the checkpoint's whole parameters, tied ones once, including parameters of
@@ -44,11 +42,8 @@ class WeightPages:
     ) -> None:
         """Describe weights that lie on a tag; they are undefined.
 
-        Args:
-            manifest: Places of the parameters.
-            shapes: Shapes of the checkpoint's whole parameters, tied ones once.
-            arena: uint8 on a tag, from before the first slice at least to the manifest's end.
-            saver: Saver of the tag.
+        `arena` is uint8. It starts at or before the manifest's first slice, and reaches at least to
+        the manifest's end.
         """
         self.tag, self.base = saver.tag_of(arena), saver.offset_of(arena)
         self.manifest = manifest
@@ -86,14 +81,9 @@ class WeightPages:
         self._version, self._reason = None, reason
 
     def set_buffers(self, values: Mapping[str, Tensor], source: str) -> None:
-        """Replace values of buffers.
+        """Replace the values of known buffers.
 
-        Args:
-            values: New values by name; the names are known.
-            source: Names the origin of the values in the message.
-
-        Raises:
-            ValueError: Names a buffer of another shape.
+        A ValueError names a buffer of another shape, and the `source` of the values.
         """
         for name, value in values.items():
             buffer = self.buffers[name]
@@ -105,12 +95,9 @@ class WeightPages:
     def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
         """Compute the digest of the slices in memory, without padding.
 
-        On a GPU this takes one launch per kind of slice, and one wait.
-
-        Args:
-            arena: Other pages with the same layout, uint8, as long as the store's arena; None: the
-                store's arena.
-            names: Only these parameters or tied names, which must exist; None: all.
+        On a GPU this takes one launch per kind of slice, and one wait. `arena` has other pages with
+        the same layout, uint8, as long as the store's arena. `names` restricts the digest to these
+        parameters or tied names, which must exist.
         """
         arena = self.arena if arena is None else arena
         assert arena.shape == self.arena.shape
@@ -142,9 +129,7 @@ def shorten(names: Iterable[str], limit: int = 5) -> str:
 def _rows(piece: ParamSlice, base: int) -> Rows:
     """Return the rows of a slice, with the elements' numbers in the digest.
 
-    Args:
-        piece: The slice.
-        base: Byte of the tag's arena from which the rows' offsets count.
+    The rows' offsets count from byte `base` of the tag's arena.
     """
     numbers = row_major(piece.global_shape)
     return box_rows(
@@ -190,9 +175,8 @@ class ShadowPages:
     def take(self) -> None:
         """Map memory behind the pages; their content is undefined.
 
-        Raises:
-            OutOfMemory: The device has too little memory. Nothing changed.
-            StateError: Other tensors lie on the weights' tag. Nothing changed.
+        An OutOfMemory, or a StateError because other tensors lie on the weights' tag, changes
+        nothing.
         """
         if self._arena is None:
             require_alone(self._store, self._saver, "shadow pages")
@@ -268,12 +252,7 @@ class TrainerPages:
         self._taken = False
 
     def take(self, ticket: Ticket) -> None:
-        """Map the ticket's pages behind the tag, which is empty.
-
-        Raises:
-            ValueError: The ticket does not fit. Nothing changed.
-            LeaseError: The pages cannot be shared now. Nothing changed.
-        """
+        """Map the ticket's pages behind the tag, which is empty."""
         self._saver.alias(self._store.tag, ticket)
         self._taken = True
         self._watch.note(self._store.tag)

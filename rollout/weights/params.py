@@ -17,34 +17,21 @@ from typing import NamedTuple, Self
 
 @dataclass(frozen=True, kw_only=True)
 class FilePiece:
-    """A box of a parameter that this rank stores.
+    """A box of a parameter that this rank stores."""
 
-    Attributes:
-        start: Index of its first element in the whole parameter.
-        shape: Its shape.
-        at: Index of its first element in the stored tensor.
-    """
-
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # index of its first element in the whole parameter
     shape: tuple[int, ...]
-    at: tuple[int, ...]
+    at: tuple[int, ...]  # index of its first element in the stored tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """A checkpoint parameter, as this rank stores it.
+    """A checkpoint parameter, as this rank stores it."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        shape: Shape of the stored tensor.
-        whole: Shape of the whole parameter.
-        pieces: Boxes that fill the stored tensor; elements outside of all boxes are zero.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    pieces: tuple[FilePiece, ...]
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]  # of the stored tensor
+    whole: tuple[int, ...]  # shape of the whole parameter
+    pieces: tuple[FilePiece, ...]  # boxes in the stored tensor, which is zero outside of them
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Self:
@@ -56,16 +43,13 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """Parameters that are stored without gaps between them.
+    """Parameters that are stored in order, without gaps between them.
 
-    Attributes:
-        params: The parameters, in order.
-        fused: Name of the tensor that they form, stacked along the first dimension; None if there
-            is only one parameter.
+    Several parameters form the tensor `fused`, stacked along the first dimension.
     """
 
     params: tuple[Param, ...]
-    fused: str | None = None
+    fused: str | None = None  # None if there is only one parameter
 
 
 def one(name: str, *shape: int) -> ParamGroup:
@@ -74,12 +58,7 @@ def one(name: str, *shape: int) -> ParamGroup:
 
 
 def stack(fused: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> ParamGroup:
-    """Return a group of parameters that are used in one multiplication.
-
-    Args:
-        fused: Name of the stacked tensor.
-        parts: Name and shape of each parameter.
-    """
+    """Return a group of `parts` (name, shape), stacked as `fused` for one multiplication."""
     return ParamGroup(params=tuple(Param.of(*part) for part in parts), fused=fused)
 
 
@@ -120,16 +99,9 @@ VOCABULARY: Splits = {
 def shard_groups(
     groups: Sequence[ParamGroup], splits: Splits, rank: int, size: int
 ) -> list[ParamGroup]:
-    """Return the groups as one rank stores them.
+    """Return groups of whole parameters as one rank of `size` stores them.
 
-    Args:
-        groups: Groups of whole parameters.
-        splits: How parameters are divided.
-        rank: The rank.
-        size: Number of ranks.
-
-    Raises:
-        ValueError: Names a parameter that cannot be divided evenly.
+    A ValueError names a parameter that cannot be divided evenly.
     """
     if not 0 <= rank < size:
         raise ValueError(f"tensor-parallel rank {rank} must be in [0, {size})")
@@ -163,11 +135,9 @@ def _cut(piece: FilePiece, start: int, size: int, at: int, dim: int) -> FilePiec
 def _runs(
     param: Param, split: Split, rank: int, size: int
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Return the rank's elements along the split dimension.
+    """Return the rank's runs along the split dimension, and the number of elements that it stores.
 
-    Returns:
-        For each part its first element, their number, and their place in the stored tensor; and
-        the number of elements that the rank stores in total.
+    A run is a part's first element, its number of elements, and their place in the stored tensor.
     """
     count = split.count or size
     length = param.shape[split.dim]
@@ -223,17 +193,11 @@ _UNUSED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$|^mtp\.")
 
 
 class Stored(NamedTuple):
-    """A tensor in a file that stores a parameter or a part of it.
+    """A tensor in a file that stores a parameter or a part of it."""
 
-    Attributes:
-        name: Name in the file.
-        start: Index of its first element in the parameter.
-        shape: Shape in the file, which may lack leading dimensions of the parameter.
-    """
-
-    name: str
-    start: Ints
-    shape: Ints
+    name: str  # in the file
+    start: Ints  # index of its first element in the parameter
+    shape: Ints  # in the file; may lack leading dimensions of the parameter
 
     @property
     def box(self) -> Ints:

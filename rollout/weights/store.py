@@ -40,13 +40,9 @@ def _elements(parts: Iterable[Param | FilePiece]) -> int:
 def build_manifest(
     groups: Sequence[ParamGroup], aliases: dict[str, str], dtype: torch.dtype, base: int = 0
 ) -> Manifest:
-    """Lay the groups out in a tag's arena, without touching memory.
+    """Lay the groups out in a tag's arena, from byte `base` on, without touching memory.
 
-    Args:
-        groups: Parameters as this rank stores them.
-        aliases: Stored name by tied name.
-        dtype: Dtype of all parameters.
-        base: First byte of the arena to use, a multiple of ALIGNMENT.
+    `aliases` has the stored name by tied name. `base` is a multiple of ALIGNMENT.
     """
     assert base % ALIGNMENT == 0
     slices: list[ParamSlice] = []
@@ -110,14 +106,9 @@ class WeightStore(WeightPages):
     ) -> None:
         """Allocate the arena; the weights are undefined.
 
-        Args:
-            groups: Parameters as this rank stores them.
-            aliases: Stored name by tied name.
-            dtype: Dtype of all parameters.
-            saver: Saver of the tag.
-            tag: Tag of the arena.
-            buffers: Shapes by name of tensors other than parameters that files contain. They are
-                fp32, outside of the tag, and zero until they are read.
+        `aliases` has the stored name by tied name. `buffers` has the shapes by name of tensors
+        other than parameters that files contain. They are fp32, outside of the tag, and zero until
+        they are read.
         """
         arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         params = chain.from_iterable(group.params for group in groups)
@@ -152,13 +143,8 @@ class WeightStore(WeightPages):
     def load(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         """Copy this rank's part of a checkpoint into the slices and define it as version 0.
 
-        Args:
-            tensors: Name and value of all tensors of the checkpoint.
-            source: Names the checkpoint in messages.
-
-        Raises:
-            ValueError: Names missing, unexpected or wrongly shaped parameters. The weights are
-                undefined.
+        A ValueError names missing, unexpected or wrongly shaped parameters of `source`, and leaves
+        the weights undefined.
         """
         self.undefine(f"loading from {source} did not finish")
         known = dict(self._in_files())

@@ -40,29 +40,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Open:
-    """An open update.
-
-    Attributes:
-        version: Number of the new version.
-        shadow: Whether shadow pages were offered.
-        names: The only parameters that will be written; None: all.
-        nbytes: Bytes of the parameters that will be written.
-        digest: Digest that was read back; None before the verification.
-        buffers: Values that the commit copies to buffers.
-    """
+    """An open update."""
 
     version: int
-    shadow: bool
-    names: tuple[str, ...] | None
-    nbytes: int
-    digest: int | None = None
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    shadow: bool  # whether shadow pages were offered
+    names: tuple[str, ...] | None  # the only parameters that will be written; None: all
+    nbytes: int  # of the parameters that will be written
+    digest: int | None = None  # read back; None before the verification
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # values for the commit
 
 
 class WeightUpdate:
     """State machine of an engine's weight updates, with the states above.
 
     The caller must not run a forward during `commit` and `alias`, or during `begin` without shadow.
+    See `Engine.begin_update`, `Engine.alias_update` and so on for arguments and errors.
     """
 
     def __init__(
@@ -70,11 +62,8 @@ class WeightUpdate:
     ) -> None:
         """Start without an open update.
 
-        Args:
-            store: The weights.
-            saver: Saver of their tag.
-            on_new_weights: Called when cached keys and values become stale because the weights
-                change.
+        `on_new_weights` is called when cached keys and values become stale because the weights
+        change.
         """
         self._store = store
         self._saver = saver
@@ -88,20 +77,7 @@ class WeightUpdate:
     def begin(
         self, version: int, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer:
-        """Offer pages for a new version; replaces an open update. After an error, nothing changed.
-
-        Args:
-            version: Number of the new version.
-            shadow: Offer shadow pages.
-            names: Only these parameters will be written; None: all.
-
-        Raises:
-            ValueError: The version is older than the present one, a name is unknown, or `names` is
-                empty.
-            StateError: The weights sleep or are aliased, or `names` are given while the weights are
-                undefined.
-            OutOfMemory: There is no room for shadow pages.
-        """
+        """Offer pages for a new version; this replaces an open update."""
         if self._open is None:
             self._spared = shadow
         require_active(self._saver, self._store.tag, "begin a weight update")
@@ -132,29 +108,13 @@ class WeightUpdate:
         )
 
     def write(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """Copy boxes of a message to the offered pages, for a writer that cannot map them.
-
-        Args:
-            boxes: Where the elements go, and where they are in `data`.
-            data: uint8 on the CPU.
-
-        Raises:
-            WeightUpdateError: No update is open, it is verified already, or a box is outside of the
-                weights or of `data`. Nothing changed. Or the pages were lost, see `verify`.
-            StateError: The weights sleep. Nothing changed.
-        """
+        """Copy boxes of a message to the offered pages, for a writer that cannot map them."""
         update = self._unverified("write into a weight update")
         pages = self._shadow.arena if update.shadow else self._store.arena
         write_boxes(pages, boxes, data, self._store.base)
 
     def verify(self, receipt: WriteReceipt) -> UpdateReceipt:
-        """Read the written pages back and compare them with the receipt.
-
-        Raises:
-            WeightUpdateError: They differ, or other users of the saver discarded the pages, and the
-                update is closed; or no unverified update is open, and nothing changed.
-            StateError: The weights sleep. Nothing changed.
-        """
+        """Read the written pages back and compare them with the receipt."""
         started = time.perf_counter()
         update = self._unverified("verify a weight update")
         digest = self._store.digest(self._shadow.arena if update.shadow else None, update.names)
@@ -179,15 +139,7 @@ class WeightUpdate:
         return UpdateReceipt(version=update.version, digest=digest, seconds=seconds)
 
     def commit(self, version: int) -> UpdateReceipt:
-        """Serve the verified version.
-
-        Raises:
-            WeightUpdateError: This version is not verified, and nothing changed; or the pages were
-                lost, see `verify`.
-            StateError: The weights sleep. Nothing changed.
-            LeaseError: A process maps pages that must be exchanged. Nothing changed, and the commit
-                may be tried again.
-        """
+        """Serve the verified version."""
         started = time.perf_counter()
         update = self._required("commit a weight update")
         if update.digest is None:
@@ -216,24 +168,7 @@ class WeightUpdate:
         digest: int | None,
         buffers: Mapping[str, Tensor],
     ) -> UpdateReceipt:
-        """Serve the pages of a ticket as a new version, and release the engine's own memory.
-
-        Args:
-            version: Number of the new version.
-            ticket: Ticket to the pages.
-            layout_hash: Hash of their layout.
-            digest: Expected digest of the pages, which are read back; None: they are not read.
-            buffers: Values of buffers.
-
-        Raises:
-            ValueError: The version is older than the present one, or the layout or the shape of a
-                buffer differs. Nothing changed.
-            StateError: Other tensors lie on the tag. Nothing changed.
-            LeaseError: A process maps the weights or shadow pages. The served version did not
-                change, but an open shadow update may be rolled back.
-            WeightUpdateError: The digest differs. After this and any later error the engine is
-                poisoned, and the pages are given back.
-        """
+        """Serve the pages of a ticket as a new version, and release the engine's own memory."""
         started = time.perf_counter()
         self._check_version(version)
         if layout_hash != (own := self._store.manifest.layout_hash):
@@ -271,8 +206,7 @@ class WeightUpdate:
     def abort(self, reason: str) -> None:
         """Close the update; the module docstring says which version is served then.
 
-        Args:
-            reason: The reason that a poisoned engine reports.
+        A poisoned engine reports `reason`.
         """
         if self._open is not None or not self._spared:
             self._close(reason)
@@ -390,14 +324,9 @@ class WeightUpdate:
 def write_boxes(pages: Tensor, boxes: Sequence[PackedBox], data: Tensor, base: int = 0) -> None:
     """Copy every box of a message to its place, on the current stream of the pages' device.
 
-    Args:
-        pages: uint8, contiguous.
-        boxes: Where the elements go, and where they are in `data`.
-        data: uint8 on the CPU, contiguous.
-        base: Byte of the tag's arena at which the pages begin.
-
-    Raises:
-        WeightUpdateError: Names a box outside of the pages or of `data`; nothing was written.
+    `pages` and `data` are uint8 and contiguous, `data` on the CPU. The pages begin at byte `base`
+    of the tag's arena. A WeightUpdateError names a box outside of the pages or of `data`; nothing
+    was written.
     """
     last = base + pages.numel()
     for box in boxes:
