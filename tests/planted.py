@@ -261,8 +261,8 @@ BUGS = [
         "two ranks learn from the same sequences",
         "trainer_bridge/training/batch.py",
         "trainer_bridge/test_batch.py",
-        "    mine = order[rank::world]\n",
-        "    mine = order[rank // 2 :: world]\n",
+        "    own_rows = order[rank::world]\n",
+        "    own_rows = order[rank // 2 :: world]\n",
     ),
     Bug(
         "each micro batch's loss is divided by its own tokens",

@@ -26,9 +26,7 @@ _COUNT_OR_NONE: Rule = (lambda value: value is None or value >= 1, "must be at l
 def _check(config: object, *rules: tuple[str, *Rule]) -> None:
     """Raise a ValueError for the first field that breaks a rule.
 
-    Args:
-        config: A dataclass.
-        *rules: Names of fields, separated by spaces, and a `Rule` for each of them.
+    Each rule begins with the names of its fields, separated by spaces.
     """
     for names, good, words in rules:
         for name in names.split():
@@ -95,7 +93,7 @@ class CriticConfig:
 class TrainerConfig:
     """Configuration of one FSDP2 trainer.
 
-    A value outside of the ranges below raises a ValueError on construction.
+    A value outside the ranges below raises a ValueError on construction.
 
     Attributes:
         model_path: A Hugging Face directory (config.json and safetensors), or ORG/NAME of a model
@@ -171,24 +169,24 @@ class TrainerConfig:
         offloads = not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
-        dtypes, again = " or ".join(_DTYPES), ", ".join(_CHECKPOINTING)
+        dtypes, modes = " or ".join(_DTYPES), ", ".join(_CHECKPOINTING)
         _check(
             self,
             ("model_path", bool, "name a Hugging Face model directory"),
             ("dtype", self.dtype in _DTYPES, f"use {dtypes}"),
             ("param_dtype", self.param_dtype in (None, *_DTYPES), f"use {dtypes}, or None"),
-            ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {again}"),
+            ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {modes}"),
             ("learning_rate weight_decay kl_loss_coef router_aux_loss_coef", *_FINITE),
             ("adam_eps clip_eps_high", *_POSITIVE),
             ("decay_steps threads", *_COUNT_OR_NONE),
             ("micro_batch_size", *_COUNT),
-            ("betas", betas_fit, "must be two numbers in [0, 1), as (0.9, 0.999)"),
+            ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
             ("clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]"),
             ("kl_loss_coef", self.reference or not self.kl_loss_coef, "needs reference=True"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
-            ("leaving", set(TRAINER_TAGS).issuperset, f"use tags of {', '.join(TRAINER_TAGS)}"),
+            ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )
 
     def of_critic(self) -> Self:

@@ -1,4 +1,4 @@
-"""Opening of trainer and rollout as a pair for the cycle, in this process or as Ray actors.
+"""Functions that open trainer and rollout as a pair, in this process or as Ray actors.
 
 Each side has its own saver. A new pair is in state "train": the rollout asleep, the trainer awake.
 """
@@ -77,7 +77,7 @@ def open_ray(
             forms one engine, and the engines are replicas of each other.
         devices: Devices per machine.
         nodes: Machines.
-        timeout: Seconds for one call.
+        timeout: Seconds that one call may take.
         address: Address of a running cluster; "auto" is this machine's cluster. None uses the
             cluster that this process is connected to or the cluster of its Ray job (RAY_ADDRESS).
             Without either it starts a small cluster, and ends it with the block.
@@ -164,7 +164,7 @@ def _check_devices(nodes: int, devices: int, engine_size: int, alias: bool) -> N
         text = f"tensor_parallel_size={engine_size} does not divide devices={devices}"
         raise ValueError(f"{text}; an engine stays on one machine")
     if alias and nodes * devices > 1:
-        text = f"alias=True is for one device, these are {nodes * devices}"
+        text = f"alias=True needs one device, not {nodes * devices}"
         raise ValueError(f"{text}; sync by copies (alias=False)")
 
 
@@ -176,26 +176,22 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
         "kind": "native",
         **engine,
     }
-    # The first sync writes the weights.
+    # The first sync writes all weights, so loading them would be wasted.
     arguments["load_weights"] = False
     if isinstance(arguments["dtype"], str):
         arguments["dtype"] = getattr(torch, arguments["dtype"])
     if torch.device(arguments["device"]) != torch.device(trainer.device):
         text = f"engine device {arguments['device']} and trainer device {trainer.device} differ"
-        raise ValueError(f"{text}; name one device")
+        raise ValueError(f"{text}; use one device for both")
     return arguments
 
 
 def actor_arguments(
     arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int
 ) -> dict[str, Any]:
-    """Convert arguments of `Engine.from_pretrained` to those of `RolloutActor`, plain data.
+    """Convert arguments of `Engine.from_pretrained` to plain arguments of `RolloutActor`.
 
-    Args:
-        arguments: The engine's arguments, with path, device, dtype and kind.
-        on_gpu: Whether the device is CUDA.
-        threads: Torch threads of an actor on the CPU.
-        replica: Index of the engine among its replicas.
+    `threads` are torch threads on the CPU. `replica` is the engine's index among its replicas.
     """
     rest = dict(arguments)
     named: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kind") if name in rest}

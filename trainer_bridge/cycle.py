@@ -108,8 +108,8 @@ class Cycle:
         alias: The rollout serves the trainer's pages, and returns them when it sleeps, at any
             level. Open the pair with the same value.
         hand_over: Memory that leaves goes to the tag that the other side of the device maps next,
-            not to the driver; without effect if tags overlap. Both sides must have been introduced
-            (`hand_over_to`); `open_inprocess` and `open_ray` do it.
+            not to the driver; without effect if tags overlap. Both sides must be registered with
+            each other (`hand_over_to`), as `open_inprocess` and `open_ray` do.
         critic: Whether the trainer has a critic.
         reference: Whether the trainer has a reference.
 
@@ -141,7 +141,7 @@ class Cycle:
                 f"resident names unknown tags {unknown}; known: {', '.join(RESIDENT_TAGS)}"
             )
         if unknown := sorted({*overlap}.difference(TRAINED)):
-            raise ValueError(f"overlap names {unknown}; it is for {', '.join(TRAINED)}")
+            raise ValueError(f"overlap names {unknown}, but only {', '.join(TRAINED)} can overlap")
         if alias and WEIGHTS in stays:
             text = f"resident names {WEIGHTS!r}, but with alias the trainer gets these pages back"
             raise ValueError(f"{text}; leave it out")
@@ -227,7 +227,7 @@ class Cycle:
     def to_score(self, model: str = PARAMS) -> None:
         """Return to the trainer the memory that one model needs to score.
 
-        A later call exchanges the model for another one.
+        A second call in state "score" exchanges the model for another one.
 
         Args:
             model: "params" (the policy), "reference" or "critic".
@@ -272,9 +272,7 @@ class Cycle:
     def _offload_all_but(self, tags: Sequence[str], into: str | None = None) -> list[str]:
         """Offload the tags that are neither resident nor in `tags`, and return them.
 
-        Args:
-            tags: Tags that stay.
-            into: The rollout's tag that wakes up next and receives the memory.
+        The rollout's tag `into`, which wakes up next, receives the memory of the last one.
         """
         leaving = [tag for tag in self._tags if tag in self._held - self._resident.union(tags)]
         for tag in leaving:

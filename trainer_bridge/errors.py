@@ -6,7 +6,7 @@ Shape = tuple[int, ...]
 
 
 class CycleError(RuntimeError):
-    """Error of a failed stage, which ends the cycle; no engine serves undefined weights.
+    """A stage failed, which ends the cycle; no engine serves undefined weights.
 
     Attributes:
         stage: Name of the stage, as passed to `on_stage`.
@@ -25,12 +25,12 @@ class CycleError(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """Error of a call that a Ray actor did not answer.
+    """A Ray actor did not answer a call.
 
     Attributes:
         actor: Name of the actor, such as `trainer[1]`.
         method: Name of the method.
-        reason: What happened, as a predicate of the actor in the text.
+        reason: What the actor did, as in the message, such as "died".
     """
 
     def __init__(self, actor: str, method: str, reason: str) -> None:
@@ -44,15 +44,15 @@ class ActorError(RuntimeError):
 
 
 class ActorDied(ActorError):
-    """Error of a call to an actor whose process is gone: killed, out of memory or crashed."""
+    """An actor's process is gone: killed, out of memory or crashed."""
 
 
 class ActorTimeout(ActorError):
-    """Error of a call that an actor did not answer in time; its process may be alive."""
+    """An actor did not answer a call in time; its process may be alive."""
 
 
 class RankFailed(RuntimeError):
-    """Error of a call that failed on some actors, but not on all.
+    """A call failed on some actors but not on all, or with different errors.
 
     Other ranks may still be waiting for the failed one: restart all of them.
 
@@ -73,19 +73,19 @@ class RankFailed(RuntimeError):
 
 
 class OtherRankFailed(RuntimeError):
-    """Error of a collective operation that failed on another rank, which the text names."""
+    """A collective operation failed on another rank, which the message names with its error."""
 
 
 class OtherWeights(ValueError):
-    """Error of loading a checkpoint whose run started from other weights than this trainer."""
+    """The run of a checkpoint started from other weights than this trainer."""
 
 
 class SyncError(RuntimeError):
-    """Error of a weight sync, which has ended on all ranks.
+    """A weight sync failed, and has ended on all ranks.
 
     Attributes:
-        stage: Stage in which it ended.
-        reason: Text that names the failed rank and its error.
+        stage: Stage that failed.
+        reason: Text that names the failed ranks and their errors.
     """
 
     def __init__(self, stage: str, reason: str) -> None:
@@ -98,13 +98,13 @@ class SyncError(RuntimeError):
 
 
 def listed(problems: Sequence[str], limit: int = 20) -> str:
-    """Join the first `limit` problems to one text that ends with the number of omitted ones."""
+    """Join the first `limit` problems into one text, and state how many more there are."""
     more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
     return f"{'; '.join(problems[:limit])}{more}"
 
 
 def misfits(wanted: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:
-    """List the names that `given` lacks, adds or has with a shape other than in `wanted`."""
+    """List names that `given` lacks, that `wanted` lacks, or that differ in shape."""
     problems = [f"missing {name}" for name in wanted.keys() - given.keys()]
     problems += [f"unknown {name}" for name in given.keys() - wanted.keys()]
     for name in wanted.keys() & given.keys():

@@ -41,8 +41,8 @@ class _Overlapped:
         tags: Tags of the trainer that it moves.
         before: Tags that were offloaded when it began.
         behind: Earlier transfers that must end first.
-        done: Ends when the pause is complete, or when a resume has memory; a resume's result is its
-            `Prefetch`.
+        done: Completes when the pause has ended or the resume has memory; the result of a resume
+            is its `Prefetch`.
         awaited: Set as soon as a caller waits for the transfer.
     """
 
@@ -104,7 +104,7 @@ class Offloader:
 
         Args:
             *tags: Tags to offload; all if empty.
-            wait: False returns as soon as the copies have begun. Memory is freed when they are
+            wait: False returns while the copies are running. Memory is freed when they are
                 complete; until then the tags must not be written.
             into: Tag of `peer` that takes the memory over, as far as it needs it.
             peer: The engine of this device.
@@ -252,14 +252,9 @@ class Offloader:
     def _prefetch(
         self, saver: MemorySaver, begun: _Overlapped, tags: Sequence[str], needed: int, pause: float
     ) -> None:
-        """Resume tags as soon as there is room, and poll for room until a caller waits for them.
+        """Resume tags once `needed` bytes of the device are free, or a caller waits for them.
 
-        Args:
-            saver: The trainer's saver.
-            begun: The transfer whose future gets the result.
-            tags: Tags of the saver.
-            needed: Free bytes of the device to wait for.
-            pause: Seconds to wait before looking.
+        The first check comes after `pause` seconds. The result goes to `begun.done`.
         """
         try:
             awaited, due = begun.awaited.wait(pause), all(future.done() for future in begun.behind)
@@ -305,30 +300,18 @@ def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
 
 
 def reserve_offload(config: TrainerConfig, ranks: int, saver: MemorySaver) -> None:
-    """Begin to obtain the host memory in which a rank offloads `config.leaving`.
+    """Begin to obtain the host memory in which one of `ranks` ranks offloads `config.leaving`.
 
     The memory is obtained in the background. A second call adds nothing.
-
-    Args:
-        config: Configuration of the trainer.
-        ranks: Number of ranks that shard the model.
-        saver: The rank's saver.
     """
     if sizes := offloaded_bytes(config, ranks):
         saver.reserve_host(sizes)
 
 
 def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
-    """Compute the host bytes that copies of `config.leaving` take on one rank.
+    """Compute the host bytes by tag that copies of `config.leaving` take on one of `ranks` ranks.
 
     The sizes come from the model's config.json alone. The critic counts as large as the policy.
-
-    Args:
-        config: Configuration of the trainer.
-        ranks: Number of ranks that shard the model.
-
-    Returns:
-        Bytes by tag.
     """
     if not config.leaving:
         return {}
@@ -346,13 +329,7 @@ def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
 
 
 def _held(params: Iterable[nn.Parameter], ranks: int, itemsize: int | None = None) -> int:
-    """Compute the bytes of a rank's rows of `params`.
-
-    Args:
-        params: Whole parameters.
-        ranks: Number of ranks that shard them by rows.
-        itemsize: Bytes of an element; None for each parameter's own.
-    """
+    """Compute the bytes of a rank's rows of `params`; `itemsize` overrides the parameters' own."""
     total = 0
     for param in params:
         rows = -(-param.shape[0] // ranks)

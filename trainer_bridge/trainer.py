@@ -69,8 +69,8 @@ class Trainer(SaverSide):
     reloaded with `params`. The frozen `params` are copied to the host once; later pauses compare a
     digest. They are the reference, too.
 
-    With several ranks (the process group belongs to the caller) every rank calls every method with
-    the same arguments. Each rank computes its share of the sequences, and all ranks get the whole
+    With several ranks, in a process group of the caller, every rank calls every method with the
+    same arguments. Each rank computes its share of the sequences, and all ranks get the whole
     result. Calls from several threads must not overlap.
 
     Args:
@@ -86,6 +86,16 @@ class Trainer(SaverSide):
 
     Raises:
         ValueError: The configuration does not fit the model, or the model does not fit `layout`.
+
+    Attributes:
+        model: The policy, sharded by FSDP2. Call `reload` before you read its parameters.
+        optimizer: The policy's optimizer.
+        reference: The frozen initial model; None without one, or with adapters.
+        critic: The critic; None without one.
+        step: Number of the policy's updates.
+        saver: Saver of the tags.
+        device: Device of this rank.
+        rank: This rank.
     """
 
     def __init__(
@@ -171,7 +181,7 @@ class Trainer(SaverSide):
             batch: Sequences to score.
 
         Returns:
-            Values as of `compute_log_prob`, with the weights before the first update.
+            Log-probabilities as from `compute_log_prob`, under the weights before the first update.
 
         Raises:
             StateError: The trainer has no reference, or the tag is offloaded.
@@ -372,7 +382,7 @@ class Trainer(SaverSide):
         return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
 
     def alias_weights(self, version: int) -> SyncReceipt:
-        """Serve the parameters from the trainer's own pages, without a copy; see `PageAlias.share`.
+        """Share the trainer's pages with the engines, which then serve them; see `PageAlias.share`.
 
         Until the engines' weights sleep, calls that would change or offload the parameters raise.
 
@@ -415,6 +425,7 @@ class Trainer(SaverSide):
 
         Raises:
             StateError: A trained tag is offloaded.
+            OtherRankFailed: Another rank failed; the older checkpoint stays.
         """
         self._require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
@@ -442,6 +453,7 @@ class Trainer(SaverSide):
             ValueError: The checkpoint belongs to another model. Nothing has changed.
             OtherWeights: The saved run started from other weights than this trainer; reference and
                 adapters depend on them. Nothing has changed.
+            OtherRankFailed: Another rank failed to read its part; other parts may have been loaded.
         """
         self._offloader.require("load_checkpoint", *TRAINED, undefined=True)
         self._require_unaliased("load_checkpoint")
@@ -468,6 +480,7 @@ class Trainer(SaverSide):
         Raises:
             ValueError: The trainer has no adapters.
             StateError: Tag `params` is offloaded.
+            OtherRankFailed: Another rank failed; the older directory stays.
         """
         self._require("save_adapters", PARAMS)
         if self._adapters is None:
@@ -548,7 +561,7 @@ class Trainer(SaverSide):
         """Require reloaded tags and a complete update; see `Offloader.require`."""
         self._offloader.require(method, *tags, prefetching=prefetching)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
-            text = "an update was interrupted; parameters, masters and moments are of two steps"
+            text = "an update was interrupted; parameters, masters and moments belong to two steps"
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or restart")
 
     def _require_unaliased(self, method: str) -> None:

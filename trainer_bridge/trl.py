@@ -43,9 +43,9 @@ class InPlaceSync:
         generation._llm_weights_sleeping = False
 
     def _connected(self) -> WeightSync:
-        """Return a sync of the current parameters; accelerate replaces them when training begins.
+        """Return a sync of the current parameters, rebuilt if they are new objects.
 
-        It is rebuilt whenever the parameters are other objects than before.
+        accelerate replaces the parameters when training begins.
         """
         model = self._generation.model
         named = dict(model.named_parameters()) | stored_buffers(model)
@@ -69,7 +69,7 @@ class InPlaceSync:
 
 
 def use(trainer: Any) -> InPlaceSync:
-    """Replace the weight sync of a TRL trainer by an in-place sync.
+    """Replace the weight sync of a TRL trainer with an in-place sync.
 
     Call it on every rank, before `train()`.
 
@@ -86,11 +86,11 @@ def use(trainer: Any) -> InPlaceSync:
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:
         raise ValueError(
-            'a sync in place needs use_vllm=True, vllm_mode="colocate" and '
+            'in-place sync needs use_vllm=True, vllm_mode="colocate" and '
             "vllm_enable_sleep_mode=True in the trainer's config"
         )
     if hasattr(generation.model, "peft_config"):
-        raise ValueError("a sync in place has no adapters of PEFT's; use TRL's own sync")
+        raise ValueError("in-place sync does not support PEFT adapters; use TRL's own sync")
     generation.sync_weights = sync = InPlaceSync(generation)
     return sync
 
@@ -99,6 +99,6 @@ def _check_sharding(accelerator: Any) -> None:
     kind = accelerator.distributed_type
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and not accelerator.is_fsdp2:
         raise ValueError(
-            f"{kind.value}: a sync in place needs whole parameters or FSDP2's; set "
+            f"{kind.value}: in-place sync needs whole parameters or FSDP2 shards; set "
             "fsdp_version: 2, or use TRL's own sync"
         )

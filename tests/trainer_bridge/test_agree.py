@@ -88,7 +88,7 @@ def test_silent_rank_is_named_and_cannot_continue_later() -> None:
 
     for rank, (first, second) in enumerate(together(3, run)):
         assert "failed in stage 'write'" in first
-        assert ("rank 1 did not come" if rank != 1 else "the exchange failed") in first
+        assert ("rank 1 did not arrive" if rank != 1 else "the exchange failed") in first
         assert "failed in stage 'commit'" in second and "restart all ranks" in second
 
 

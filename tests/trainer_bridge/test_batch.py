@@ -184,7 +184,7 @@ def test_token_logprobs_and_entropy_match_fp64() -> None:
         (1.5, -1.0, 1.5, 0.0),  # bad token, more likely: not clipped
     ],
 )
-def test_ppo_clip_loss_clip_count_and_gradient(
+def test_ppo_clip_gives_expected_loss_clip_count_and_gradient(
     ratio: float, advantage: float, loss: float, clipped: float
 ) -> None:
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
@@ -207,7 +207,7 @@ def test_ppo_clip_loss_clip_count_and_gradient(
         (4.0, 1.0, 1.0, 3.0**2 / 2, 3.0),
     ],
 )
-def test_value_clip_loss_clip_count_and_gradient(
+def test_value_clip_gives_expected_loss_clip_count_and_gradient(
     value: float, old: float, wanted: float, loss: float, slope: float
 ) -> None:
     values = torch.tensor([value], requires_grad=True)
@@ -219,7 +219,7 @@ def test_value_clip_loss_clip_count_and_gradient(
 
 
 def test_value_within_limit_is_not_counted_as_clipped() -> None:
-    """Ignore rounding: old + (value - old) often exceeds a value that is much smaller than old."""
+    """Expect no effect of rounding: old + (value - old) often exceeds a value far below old."""
     generator = torch.Generator().manual_seed(1)
     old, values = torch.empty(1000).uniform_(-0.15, 0.15, generator=generator), torch.empty(1000)
     values.uniform_(-0.01, 0.01, generator=generator)

@@ -32,12 +32,12 @@ ray = pytest.importorskip("ray")
         (
             {},
             {"devices": 2, "alias": True},
-            r"alias=True is for one device, these are 2; sync by copies",
+            r"alias=True needs one device, not 2; sync by copies",
         ),
         (
             {"device": "cuda:0"},
             {},
-            "engine device cuda:0 and trainer device cpu differ; name one device",
+            "engine device cuda:0 and trainer device cpu differ; use one device",
         ),
     ],
 )

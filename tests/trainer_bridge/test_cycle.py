@@ -136,25 +136,25 @@ class FakeRollout:
         self.world.version, self.world.reason = None, reason
 
 
-def pair(world: World, seen: list[str] | None = None, **options: Any) -> Cycle:
-    """Build a cycle of fake sides; the names of its stages are appended to `seen`."""
-    if seen is not None:
-        options["on_stage"] = lambda name, start, end: seen.append(name)
+def pair(world: World, stages: list[str] | None = None, **options: Any) -> Cycle:
+    """Build a cycle of fake sides; the names of its stages are appended to `stages`."""
+    if stages is not None:
+        options["on_stage"] = lambda name, start, end: stages.append(name)
     return Cycle(FakeTrainer(world), FakeRollout(world), **options)
 
 
 def test_stages_are_timed_and_sleep_level_reaches_the_rollout() -> None:
-    world, seen = World(), list[tuple[str, float, float]]()
-    cycle = pair(world, on_stage=lambda *stage: seen.append(stage), sleep_level=1)
+    world, timed = World(), list[tuple[str, float, float]]()
+    cycle = pair(world, on_stage=lambda *stage: timed.append(stage), sleep_level=1)
     assert cycle.to_rollout(7).version == world.version == 7
     cycle.to_train()
     assert world.reason == "asleep at level 1"
-    assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
+    assert [name for name, _, _ in timed] == TO_ROLLOUT + TO_TRAIN
     assert world.prepared == 1
     for options in ({"resident": ["weights"]}, {"alias": True}, {"sleep_level": 2}):
         pair(world, **{"sleep_level": 1, **options})
     assert world.prepared == 1, "prepared for weights that are not kept in host memory"
-    times = [time for _, start, end in seen for time in (start, end)]
+    times = [time for _, start, end in timed for time in (start, end)]
     assert times == sorted(times)
 
 
@@ -209,12 +209,12 @@ def test_round_runs_expected_stages_and_each_state_holds_its_tags(
 ) -> None:
     """Expect that resident tags never leave, and that models score one at a time."""
     alias, resident = options.get("alias", False), set(options.get("resident", ()))
-    world, seen = World(options.get("critic", False), roomy=alias or bool(resident)), list[str]()
+    world, names = World(options.get("critic", False), roomy=alias or bool(resident)), list[str]()
     trained, served = frozenset(world.held), THEIRS - ({"weights"} if alias else set())
-    cycle = pair(world, seen, **options)
+    cycle = pair(world, names, **options)
     kept = resident | ({"params"} if alias else set())
     for version in (1, 2):
-        begun = len(seen)
+        begun = len(names)
         assert cycle.to_rollout(version).version == version == world.version
         assert world.held | kept == served | kept and world.held >= kept & trained
         for model in models.split():
@@ -223,7 +223,7 @@ def test_round_runs_expected_stages_and_each_state_holds_its_tags(
             assert world.held >= kept & trained and cycle.state == "score"
         cycle.to_train()
         assert world.held == trained | kept
-        assert seen[begun:] == [
+        assert names[begun:] == [
             s for s in stages.split() if version == 1 or s.removeprefix("reload_") not in kept
         ]
 
@@ -285,11 +285,11 @@ def test_overlapped_tags_leave_after_kv_cache_wakes_and_return_while_scoring(
     options: dict[str, Any], leave: str, comes: set[str]
 ) -> None:
     """Expect no stage that copies between the sync and the first answers."""
-    world, seen = World(options.get("critic", False), roomy=True), list[str]()
+    world, names = World(options.get("critic", False), roomy=True), list[str]()
     trained = frozenset(world.held)
-    cycle = pair(world, seen, **options)
+    cycle = pair(world, names, **options)
     cycle.to_rollout(1)
-    stages = [s for s in seen if "critic" not in s and s != "empty_cache"]
+    stages = [s for s in names if "critic" not in s and s != "empty_cache"]
     assert stages == f"wake_weights sync_weights {leave}".split()
     assert world.held == THEIRS | set(options.get("resident", ()))
     assert world.partly == ("begin_offload" in leave)
@@ -301,23 +301,23 @@ def test_overlapped_tags_leave_after_kv_cache_wakes_and_return_while_scoring(
 
 
 def test_prefetch_reloads_params_only_if_they_overlap() -> None:
-    world, seen = World(roomy=True), list[str]()
-    cycle = pair(world, seen, overlap=("params", "optim"))
+    world, stages = World(roomy=True), list[str]()
+    cycle = pair(world, stages, overlap=("params", "optim"))
     with pytest.raises(StateError, match=r"prefetch\(\) in state 'train'"):
         cycle.prefetch()
     cycle.to_rollout(1)
     cycle.prefetch()
-    assert world.overlapped == {"params"} and seen[-1] == "prefetch"
+    assert world.overlapped == {"params"} and stages[-1] == "prefetch"
     cycle.to_score()
     assert "params" in world.held  # even if the prefetch brought nothing
-    cycle = pair(world := World(roomy=True), seen, overlap=("optim",))
+    cycle = pair(world := World(roomy=True), stages, overlap=("optim",))
     cycle.to_rollout(1)
     cycle.prefetch()
     assert world.overlapped == set()
 
 
 def test_overlap_refuses_tags_that_are_not_trained() -> None:
-    with pytest.raises(ValueError, match=r"overlap names \['reference'\]; it is for params, optim"):
+    with pytest.raises(ValueError, match=r"overlap names \['reference'\], but only params, optim"):
         pair(World(), overlap=["reference", "optim"], reference=True)
 
 
@@ -342,8 +342,8 @@ VERBS = ("to_rollout", "to_score", "to_train")
 def test_failed_stage_ends_cycle_and_never_serves_undefined_weights(
     alias: bool, stage: str
 ) -> None:
-    world, seen = World(roomy=alias), list[str]()
-    cycle = pair(world, seen, alias=alias)
+    world, stages = World(roomy=alias), list[str]()
+    cycle = pair(world, stages, alias=alias)
     world.fail_at = {stage}
     with pytest.raises(CycleError) as caught:
         cycle.to_rollout(1)
@@ -351,7 +351,7 @@ def test_failed_stage_ends_cycle_and_never_serves_undefined_weights(
     assert caught.value.stage == stage
     assert caught.value.cause is world.error
     assert repr(stage) in str(caught.value) and "trainer actor died" in str(caught.value)
-    assert stage not in seen
+    assert stage not in stages
     awake = "kv_cache" in world.held and (alias or "weights" in world.held)
     serving = awake and world.version is not None
     assert not serving or stage == "sleep", (

@@ -74,7 +74,7 @@ def test_fp32_router_computes_in_fp32_on_both_sides(
     trainer = make_trainer(
         path, param_dtype="bfloat16", fp32_router=True, activation_checkpointing="layers"
     )
-    seen = list[bool]()
+    equal = list[bool]()
 
     def look(router: torch.nn.Module, args: tuple[Tensor], out: tuple[Tensor, ...]) -> None:
         weight: Any = router.weight
@@ -82,7 +82,7 @@ def test_fp32_router_computes_in_fp32_on_both_sides(
         x = args[0].flatten(0, -2)
         torch.testing.assert_close(out[0], F.linear(x.float(), weight.float()), rtol=0, atol=0)
         assert out[1].dtype == torch.float32
-        seen.append(torch.equal(out[0], F.linear(x, weight).float()))
+        equal.append(torch.equal(out[0], F.linear(x, weight).float()))
 
     routers = expert_routers(trainer.model)
     for router in routers:
@@ -90,7 +90,7 @@ def test_fp32_router_computes_in_fp32_on_both_sides(
     names = [name for name, _ in trainer.model.named_parameters() if name.endswith("gate.weight")]
     before = [trainer.shards()[name].clone() for name in names]
     trainer.update_actor(make_batch(4))
-    assert len(seen) > len(routers) and not all(seen)  # the backward pass recomputes layers
+    assert len(equal) > len(routers) and not all(equal)  # the backward pass recomputes layers
     for name, old in zip(names, before, strict=True):
         assert not torch.equal(trainer.shards()[name], old)
 

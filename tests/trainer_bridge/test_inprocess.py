@@ -58,16 +58,16 @@ def cycles(
     trainer: Trainer, engine: Engine, alias: bool, count: int = 3, hand_over: bool = False
 ) -> list[list[list[int]]]:
     """Run rounds with an update after each, and return the tokens of each round."""
-    cycle, seen = Cycle(trainer, engine, alias=alias, hand_over=hand_over), []
+    cycle, tokens = Cycle(trainer, engine, alias=alias, hand_over=hand_over), []
     for version in range(1, count + 1):
         receipt = cycle.to_rollout(version)
         assert receipt.version == engine.weights_version == version
         assert (receipt.nbytes == 0) == alias
         assert len(receipt.digests) == (not alias or version == 1)
-        seen.append(tokens_of(engine))
+        tokens.append(tokens_of(engine))
         cycle.to_train()
         trainer.update_actor(make_batch(4, seed=version))
-    return seen
+    return tokens
 
 
 def test_prefetched_params_return_as_last_requests_end(
@@ -82,14 +82,14 @@ def test_prefetched_params_return_as_last_requests_end(
         Cycle(trainer, engine).to_rollout(1)
         expected = ids(engine.generate(prompts, params))
     with open_inprocess(config(model_path), {**sizes, "elastic": True}) as (trainer, engine):
-        savers, seen = (trainer.saver, engine.saver), list[tuple[bool, int]]()
+        savers, states = (trainer.saver, engine.saver), list[tuple[bool, int]]()
         held = trainer.saver.report().tags
 
         def free() -> int:
             return room - sum(saver.backend.committed_bytes for saver in savers)
 
         def watch(done: int, total: int, tokens: int) -> None:
-            seen.append((trainer.saver.is_paused("params"), engine.kv_pool.size))
+            states.append((trainer.saver.is_paused("params"), engine.kv_pool.size))
             time.sleep(0.006)
 
         room = sum(held[tag].committed_bytes for tag in ("params", "optim"))
@@ -100,9 +100,11 @@ def test_prefetched_params_return_as_last_requests_end(
         cycle.to_rollout(1)
         cycle.prefetch()
         assert ids(engine.generate(prompts, params, watch)) == expected
-        fullest = max(size for _, size in seen)
-        assert all(paused for paused, size in seen if size == fullest)
-        assert not seen[-1][0] and seen[-1][1] < fullest // 2, "params are there before the answers"
+        fullest = max(size for _, size in states)
+        assert all(paused for paused, size in states if size == fullest)
+        assert not states[-1][0] and states[-1][1] < fullest // 2, (
+            "params are there before the answers"
+        )
         engine.check_integrity()
         cycle.to_score()
         trainer.compute_log_prob(make_batch(4))
@@ -115,18 +117,18 @@ def test_handed_over_memory_is_not_created_by_the_driver(
     alias: bool, model_path: str, device: str
 ) -> None:
     """Expect the same tokens from handed-over pages, which hold old bytes, and no retained page."""
-    seen, created = [], []
+    rounds, created = [], []
     for hand_over in (False, True):
         with open_inprocess(config(model_path, device=device), ENGINE, alias=alias) as sides:
             saver = sides[0].saver
-            seen.append(cycles(*sides, alias, hand_over=hand_over))
+            rounds.append(cycles(*sides, alias, hand_over=hand_over))
             savers = saver, sides[1].saver
             created.append(sum(driver_calls(owner)["create"].nbytes for owner in savers))
             for owner in savers:
                 assert owner.report().pool_bytes == 0
                 owner.check_integrity()
             params = saver.report().tags["params"].committed_bytes
-    assert seen[0] == seen[1]
+    assert rounds[0] == rounds[1]
     assert created[0] - created[1] >= 4 * params, "two of three rounds hand over in both directions"
 
 
@@ -210,11 +212,11 @@ def test_aliased_weights_give_the_same_tokens_as_copies(
     family: str, shape: dict[str, Any], dtype: str, device: str, tmp_path: Path
 ) -> None:
     settings = config(write_model(tmp_path, family, **shape), device=device, dtype=dtype)
-    seen = []
+    rounds = []
     for alias in (False, True):
         with open_inprocess(settings, ENGINE, alias=alias) as (trainer, engine):
-            seen.append(cycles(trainer, engine, alias))
-    assert seen[0] == seen[1] and seen[0][0] != seen[0][1] != seen[0][2]
+            rounds.append(cycles(trainer, engine, alias))
+    assert rounds[0] == rounds[1] and rounds[0][0] != rounds[0][1] != rounds[0][2]
 
 
 @pytest.mark.alone
@@ -293,7 +295,7 @@ def test_aliased_parameters_cannot_be_changed_or_offloaded(
 
 def test_syncs_by_alias_and_by_copies_may_alternate(model_path: str) -> None:
     with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
-        seen = []
+        tokens = []
         for version in range(1, 5):
             if version % 2:
                 trainer.alias_weights(version)
@@ -301,9 +303,9 @@ def test_syncs_by_alias_and_by_copies_may_alternate(model_path: str) -> None:
                 engine.wake_up(["weights"])
                 trainer.sync_weights(version)
             engine.wake_up(["kv_cache"])
-            seen.append(tokens_of(engine))
+            tokens.append(tokens_of(engine))
             engine.sleep(level=2)
-        assert seen == seen[:1] * 4
+        assert tokens == tokens[:1] * 4
         with pytest.raises(ValueError, match="version 2 is stale: version 3 has been shared"):
             trainer.alias_weights(2)
         with pytest.raises(ValueError, match="version 3 is older than the engine's version 4"):
@@ -390,14 +392,14 @@ def test_alias_without_a_fitting_layout_is_refused(
 def test_parameters_not_at_the_start_of_their_tag_are_refused(model_path: str) -> None:
     engine = Engine.from_pretrained(model_path, load_weights=False, **ENGINE)
     saver = MemorySaver("cpu")
-    other = saver.empty((64,), tag="params", content="host")
+    front = saver.empty((64,), tag="params", content="host")
     trainer = Trainer(config(model_path), saver, layout=engine.manifest)
     trainer.connect([engine])
     with pytest.raises(WeightUpdateError, match="pages of version 1 have digest"):
         trainer.alias_weights(1)
     assert saver.leases("params") == 0
     trainer.close()
-    del other
+    del front
 
 
 # ---------------------------------------------------------------- layouts

@@ -62,10 +62,10 @@ def masked_attention(
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     numbers = numbers.to(query.device)
     causal = torch.ones(len(numbers), len(numbers), device=numbers.device).tril().bool()
-    seen = (numbers[:, None] == numbers) & causal
+    visible = (numbers[:, None] == numbers) & causal
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~seen, -torch.inf)
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~visible, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 

@@ -105,13 +105,13 @@ def keep(trainer: RemoteTrainer, folder: Path) -> None:
 
 def alias(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device: str) -> None:
     """Run two rounds in which the rollout serves the trainer's pages, with an update in between."""
-    full, seen = trainer.report().tags["params"].committed_bytes, []
+    full, tokens = trainer.report().tags["params"].committed_bytes, []
     cycle = Cycle(trainer, rollout, alias=True)
     for version in (3, 4):
         assert cycle.to_rollout(version).nbytes == 0 and rollout.weights_version == version
         assert trainer.report().committed_bytes == full
         assert device != "cpu" or memfd_bytes(pids) == full + rollout.report().committed_bytes
-        seen.append(
+        tokens.append(
             [sample.token_ids for group in rollout.generate(PROMPTS, SAMPLED) for sample in group]
         )
         cycle.to_train()
@@ -119,7 +119,7 @@ def alias(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], devic
             rollout.report().committed_bytes == rollout.report().tags["weights"].aliased_bytes == 0
         )
         trainer.update_actor(make_batch(4))
-    assert seen[0] != seen[1]
+    assert tokens[0] != tokens[1]
 
 
 def time_out(trainer: RemoteTrainer) -> None:
@@ -225,7 +225,7 @@ def test_reservation_of_busy_devices_fails_in_time(
     with reserved(1, CPUS // 2, on_gpu=False):  # may wait for resources of the previous test
         monkeypatch.setattr("trainer_bridge.remote.group.START_SECONDS", 0.2)
         with pytest.raises(
-            ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"
+            ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; stop other jobs"
         ):
             with reserved(1, 1, on_gpu=False):
                 pass

@@ -39,7 +39,7 @@ def committed(side: RemoteGroup) -> list[dict[str, int]]:
 
 def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[list[list[int]]]:
     """Run two rounds with an update in between, and return the engines' tokens in each."""
-    cycle, seen, full = Cycle(trainer, rollout), [], committed(trainer)
+    cycle, answers, full = Cycle(trainer, rollout), [], committed(trainer)
     for version in (1, 2):
         receipt = cycle.to_rollout(version)
         assert len(receipt.digests) == 2 and receipt.version == version
@@ -54,13 +54,13 @@ def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list
         assert [rank.weights_version for rank in rollout.each()] == [version, version]
         assert all(not any(tags.values()) for tags in committed(trainer))
         assert all(tags["weights"] and tags["kv_cache"] for tags in committed(rollout))
-        seen.append(tokens(rollout))
+        answers.append(tokens(rollout))
         cycle.to_train()
         assert all(not any(tags.values()) for tags in committed(rollout))
         assert committed(trainer) == full
         if version == 1:
             trainer.update_actor(make_batch(6))
-    return seen
+    return answers
 
 
 @pytest.mark.ray
@@ -73,15 +73,15 @@ def test_engines_on_two_gpus_serve_the_weights_of_one_trainer(
     engine = {"kv_tokens": 256, "page_size": 16, "tensor_parallel_size": size}
     with open_ray(settings, engine, devices=2) as (trainer, rollout):
         assert len({rank.weight_layout().place for rank in rollout.each()}) == 2, "not two GPUs"
-        seen = rounds_of(trainer, rollout, size)
+        answers = rounds_of(trainer, rollout, size)
         trainer.save_checkpoint(str(tmp_path / "step"))
     alone = Engine.from_pretrained(model_path, device="cuda:0", kv_tokens=256)
-    assert seen[0] == tokens(alone)
+    assert answers[0] == tokens(alone)
     reloaded = Trainer(settings)
     reloaded.load_checkpoint(str(tmp_path / "step"))
     reloaded.connect([alone])
     reloaded.sync_weights(1)
-    assert seen[1] == tokens(alone)
+    assert answers[1] == tokens(alone)
     reloaded.close()
 
 

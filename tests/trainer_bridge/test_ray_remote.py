@@ -76,7 +76,7 @@ def test_group_calls_all_ranks_and_returns_answer_of_rank_0(group: RemoteGroup) 
     assert [rank.call("say", 2) for rank in group.each()] == [(0, 2), (1, 2)]
     with pytest.raises(
         ValueError,
-        match=r"report\(\) is for one rank, these are trainer\[0\], trainer\[1\]; use one of",
+        match=r"report\(\) needs one rank, not trainer\[0\], trainer\[1\]; call it on one of",
     ):
         group.report()
 

@@ -128,9 +128,9 @@ def test_trainer_keeps_tables_and_refuses_older_versions(
     check(target, dict(trainer.shards()))
     for param in trainer.model.parameters():
         local_shard(param).mul_(-2)
-    again = trainer.sync_weights(3)
+    second = trainer.sync_weights(3)
     check(target, dict(trainer.shards()))
-    assert again.digests != receipt.digests and writer.call_count == 1, "tables must be kept"
+    assert second.digests != receipt.digests and writer.call_count == 1, "tables must be kept"
     before = target.arena.clone()
     with pytest.raises(ValueError, match="version 2 is stale: version 3 has been written"):
         trainer.sync_weights(2)

@@ -55,7 +55,7 @@ def test_local_box_matches_nested_chunks_in_order_of_sharding(
             "no mesh dimension further right makes 2 parts",
         ),
         ([_StridedShard(0, split_factor=3), Shard(0)], "makes 3 parts of dimension 0"),
-        ([_StridedShard(0, split_factor=2), Shard(1)], "is no box"),
+        ([_StridedShard(0, split_factor=2), Shard(1)], "is not a box"),
         ([Partial(), Shard(0)], "only sharded and replicated"),
     ],
 )

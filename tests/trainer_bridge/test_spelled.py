@@ -80,13 +80,13 @@ def test_experts_stored_one_by_one_are_written_into_stacks(data: st.DataObject) 
     shards, ranks = shards_of(sizes(trained), world), list[Rank]()
     held = {f"GPU-{i}": {name: torch.zeros(shapes[name]) for name in shapes} for i in range(3)}
     for number in range(world):
-        mine = [shard for shard in shards if shard.rank == number]
-        sources = {shard.name: trained[shard.name][box_of(shard)].clone() for shard in mine}
+        own_shards = [shard for shard in shards if shard.rank == number]
+        sources = {shard.name: trained[shard.name][box_of(shard)].clone() for shard in own_shards}
         place = f"GPU-{number}"
         ranks.append(Rank(sources=sources, targets=() if number else engines, place=place))
-        here = named(held[place], way)
-        for shard in mine:
-            here[shard.name][box_of(shard)] = 1
+        covered = named(held[place], way)
+        for shard in own_shards:
+            covered[shard.name][box_of(shard)] = 1
     receipts = in_ranks(ranks, sync, shards, 60.0, HookedAgreement)
     assert all(isinstance(receipt, SyncReceipt) for receipt in receipts), receipts
     least = nbytes = 0

@@ -124,7 +124,7 @@ def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
         lambda: trainer.sync_weights(1),
         lambda: trainer.save_checkpoint(str(tmp_path / "mixed")),
     ):
-        with pytest.raises(StateError, match=r"interrupted; .* of two steps; call load_check"):
+        with pytest.raises(StateError, match=r"interrupted; .* to two steps; call load_check"):
             call()
     trainer.load_checkpoint(str(tmp_path / "step"))
     assert_same_bits(masters(trainer), before)
@@ -132,7 +132,7 @@ def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
     trainer.update_actor(batch)
 
 
-def test_streamed_state_is_on_no_tag_but_the_critics_is(
+def test_streamed_optimizer_is_on_no_tag_and_critic_optimizer_is(
     model_path: str, make_trainer: Make
 ) -> None:
     critic = CriticConfig(learning_rate=5e-3)

@@ -65,8 +65,8 @@ def change(model: torch.nn.Module) -> None:
 def assert_matches_own_sync(generation: Any, written: dict[str, torch.Tensor]) -> None:
     """Check that TRL's own sync writes the same weights as `written`."""
     type(generation).sync_weights(generation)
-    for name, theirs in generation.llm.fused.model.tensors().items():
-        assert torch.equal(written[name].view(torch.uint8), theirs.view(torch.uint8)), name
+    for name, stored in generation.llm.fused.model.tensors().items():
+        assert torch.equal(written[name].view(torch.uint8), stored.view(torch.uint8)), name
 
 
 def test_generate_uses_the_trainers_weights(generation: Any) -> None:

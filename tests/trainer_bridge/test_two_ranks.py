@@ -99,10 +99,14 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
         Trainer(trainer.config, shard_dims={"lm_head": 0})
     except ValueError as error:
         refused = str(error)
-    other = Trainer(trainer.config, shard_dims=dict.fromkeys(names, 1))
-    result = {"refused": refused, "shapes": [tuple(other.shards()[name].shape) for name in names]}
-    result |= {"metrics": learn(other), "learned": bits(other, whole=True), "weights": whole(other)}
-    return result | {"synced": sync(other, path)}
+    second = Trainer(trainer.config, shard_dims=dict.fromkeys(names, 1))
+    result = {"refused": refused, "shapes": [tuple(second.shards()[name].shape) for name in names]}
+    result |= {
+        "metrics": learn(second),
+        "learned": bits(second, whole=True),
+        "weights": whole(second),
+    }
+    return result | {"synced": sync(second, path)}
 
 
 def offloaded(trainer: Trainer) -> int:
@@ -121,38 +125,38 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     """
     columns = {name: 1 for name in trainer.shards() if name.endswith("o_proj.weight")}
     settings = dataclasses.replace(trainer.config, lora=LORA)
-    other = Trainer(settings, memsaver.MemorySaver(), shard_dims=columns)
-    engines = connected(other, path)
-    result: dict[str, Any] = {"first": other.sync_weights(1), "moved": [offloaded(other)]}
-    result |= {"metrics": learn(other), "learned": bits(other, whole=True), "weights": whole(other)}
-    params: Any = dict(other.model.named_parameters())
+    third = Trainer(settings, memsaver.MemorySaver(), shard_dims=columns)
+    engines = connected(third, path)
+    result: dict[str, Any] = {"first": third.sync_weights(1), "moved": [offloaded(third)]}
+    result |= {"metrics": learn(third), "learned": bits(third, whole=True), "weights": whole(third)}
+    params: Any = dict(third.model.named_parameters())
     hand = []
     for name in (
         f"{key.removesuffix('.lora_a')}.weight" for key in params if key.endswith("lora_a")
     ):
         a, b = (result["weights"][name.replace("weight", f"lora_{x}")] for x in "ab")
         (row, column), (rows, width) = shard_box(params[name])
-        base, at = other.shards()[name], (slice(row, row + rows), slice(column, column + width))
+        base, at = third.shards()[name], (slice(row, row + rows), slice(column, column + width))
         hand.append((name, at, torch.add(base, b[at[0]] @ a[:, at[1]], alpha=LORA.scale)))
-    before = bits(other)
-    result["moved"].append(offloaded(other))  # after updates
-    assert_same_bits(bits(other), before)
-    other.save_checkpoint(f"{out}/adapters")
-    report = other.report()
+    before = bits(third)
+    result["moved"].append(offloaded(third))  # after updates
+    assert_same_bits(bits(third), before)
+    third.save_checkpoint(f"{out}/adapters")
+    report = third.report()
     assert report is not None
-    result |= {"hand": hand, "tags": report.tags, "second": other.sync_weights(2)}
+    result |= {"hand": hand, "tags": report.tags, "second": third.sync_weights(2)}
     result["synced"] = [weights(engine) for engine in engines]
-    return result | {"next": other.update_actor(make_batch(3, seed=9))}
+    return result | {"next": third.update_actor(make_batch(3, seed=9))}
 
 
 def adapted_experts(path: str) -> dict[str, Any]:
     """Run a trainer with adapters on experts, one stack of which is sharded by columns."""
-    other = Trainer(config(path, **CHANGES, lora=LORA_EXPERTS), shard_dims=COLUMNS)
-    engines = connected(other, path)
-    result: dict[str, Any] = {"metrics": learn(other), "learned": bits(other, whole=True)}
-    other.save_checkpoint(f"{path}/adapters")
-    other.sync_weights(1)
-    stored, held = [weights(engine) for engine in engines], whole(other)
+    mixture = Trainer(config(path, **CHANGES, lora=LORA_EXPERTS), shard_dims=COLUMNS)
+    engines = connected(mixture, path)
+    result: dict[str, Any] = {"metrics": learn(mixture), "learned": bits(mixture, whole=True)}
+    mixture.save_checkpoint(f"{path}/adapters")
+    mixture.sync_weights(1)
+    stored, held = [weights(engine) for engine in engines], whole(mixture)
     merged = {name: value for name, value in held.items() if "lora_" not in name}
     for name in merged:
         path_of = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_lora"
@@ -163,7 +167,7 @@ def adapted_experts(path: str) -> dict[str, Any]:
                 for got, base, *factors in zip(stored[0][name], held[name], a, b, strict=True):
                     assert_merged(got, base, *factors, LORA_EXPERTS.scale)
                 assert not torch.equal(stored[0][name], held[name])
-    result["parts"] = arrives_in_parts(other, path, merged, apart=2e-6)
+    result["parts"] = arrives_in_parts(mixture, path, merged, apart=2e-6)
     return result
 
 
@@ -190,11 +194,11 @@ def streamed(path: str) -> list[bool]:
 def drawn(path: str) -> dict[str, Any]:
     """Return this rank's shards of random weights with their boxes; one is sharded by columns."""
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
-    once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
-    assert_same_bits(once.shards(), again.shards())
+    first, second = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
+    assert_same_bits(first.shards(), second.shards())
     return {
-        "shards": dict(once.shards()),
-        "boxes": {name: shard_box(p) for name, p in once.model.named_parameters()},
+        "shards": dict(first.shards()),
+        "boxes": {name: shard_box(p) for name, p in first.model.named_parameters()},
     }
 
 
@@ -256,9 +260,11 @@ def worker(rank: int, path: str, out: str) -> None:
     result["experts"] = []
     for number in range(len(EXPERTS)):
         path = f"{out}/experts{number}"
-        other = Trainer(config(path), shard_dims=COLUMNS)
-        result["experts"].append(arrives(other, path))
-        result["experts"] += [arrives_in_parts(other, path, experts=experts) for experts in (1, 2)]
+        mixture = Trainer(config(path), shard_dims=COLUMNS)
+        result["experts"].append(arrives(mixture, path))
+        result["experts"] += [
+            arrives_in_parts(mixture, path, experts=experts) for experts in (1, 2)
+        ]
     result["adapted_experts"] = [adapted_experts(f"{out}/experts{number}") for number in ADAPTED]
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
@@ -336,15 +342,15 @@ def test_random_weights_of_two_ranks_match_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     alone = make_trainer(str(two_ranks[1] / "described"), random_init=True).shards()
-    seen = dict.fromkeys(alone, 0)
+    counts = dict.fromkeys(alone, 0)
     for result in (result["drawn"] for result in two_ranks[2]):
         for name, shard in result["shards"].items():
             box = tuple(
                 slice(at, at + size) for at, size in zip(*result["boxes"][name], strict=True)
             )
             assert torch.equal(shard, alone[name][box]), name
-            seen[name] += shard.numel()
-    assert seen == {name: whole.numel() for name, whole in alone.items()}
+            counts[name] += shard.numel()
+    assert counts == {name: whole.numel() for name, whole in alone.items()}
     rows = alone["model.embed_tokens.weight"]
     assert (rows == 0).all(1).nonzero().flatten().tolist() == [60]
 

@@ -39,13 +39,7 @@ class TrainerActor(ActorBase):
         shard_dims: Mapping[str, int] | None = None,
         address: RankAddress | None = None,
     ) -> None:
-        """Build the trainer.
-
-        Args:
-            layout: See `Trainer`.
-            shard_dims: See `Trainer`.
-            address: Where this rank joins the process group; None for a single rank.
-        """
+        """Build the trainer, which joins the process group at `address`; None for a single rank."""
         self._join(address, self.config.device)
         saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
@@ -65,12 +59,7 @@ class RemoteTrainer(RemoteGroup):
     def build(
         self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None
     ) -> None:
-        """Build the trainers of all ranks concurrently.
-
-        Args:
-            layout: See `Trainer`.
-            shard_dims: See `Trainer`.
-        """
+        """Build the trainers of all ranks concurrently, with arguments of `Trainer`."""
         self.call_each("build", [(layout, shard_dims, address) for address in addresses(self)])
 
     def reserve(self) -> None:
@@ -109,7 +98,7 @@ class RemoteRollout(RemoteGroup):
         return self.call("weights_version")
 
     def unavailable_reason(self) -> str | None:
-        """Return why the first unavailable rank cannot serve; None if all ranks can."""
+        """Return the reason of the first rank that cannot serve; None if all ranks can."""
         reasons = self.call_all("unavailable_reason")
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -118,7 +107,7 @@ class RemoteRollout(RemoteGroup):
     ) -> list[list[Completion]]:
         """Dispatch the prompts to the replicas, and generate answers in the order of the prompts.
 
-        If a replica refuses a prompt, the error counts prompts as dispatched to that replica.
+        If a replica refuses a prompt, its error numbers only the prompts of that replica.
 
         Args:
             prompts: Token ids of each prompt.
@@ -147,7 +136,7 @@ def dispatch_prompts(
     """Divide prompts among replicas, deterministically.
 
     The longest requests go first, each to the replica with the least work. The work of a request is
-    the number of its prompt tokens and the limits of its answers.
+    the number of its prompt tokens plus the most tokens that its answers may have.
 
     Args:
         prompts: Token ids of each prompt.

@@ -61,9 +61,10 @@ class RemoteActor:
 class RemoteGroup:
     """A group of actors, one per rank, that has the public methods of its actors.
 
-    A call runs on all ranks and blocks until all have answered. An error that all ranks raise is
-    raised unchanged. If only some raise it, `RankFailed` names the rank. `ActorDied` and
-    `ActorTimeout` name the actor and the method. A dead actor ends the call immediately.
+    A call runs on all ranks and blocks until all have answered. An error that all ranks raise alike
+    is raised unchanged. Otherwise `RankFailed` names the first rank whose error was not caused by
+    another rank. `ActorDied` and `ActorTimeout` name the actor and the method. A dead actor ends
+    the call immediately.
 
     Attributes:
         ranks: The actors in the order of their ranks.
@@ -79,7 +80,7 @@ class RemoteGroup:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in ONE_RANK and len(self.ranks) > 1:
-            raise ValueError(f"{name}() is for one rank, these are {self.name}; use one of each()")
+            raise ValueError(f"{name}() needs one rank, not {self.name}; call it on one of each()")
         return functools.partial(self.call, name)
 
     @property
@@ -163,7 +164,7 @@ def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, d
     return tuple(ray.put(arg) for arg in args), {name: ray.put(kwargs[name]) for name in kwargs}
 
 
-START_SECONDS = 60.0  # limit for Ray to find room
+START_SECONDS = 60.0  # limit for Ray to find free devices
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
 # Size of Ray's object store. Only batches and messages pass through it, never weights.
 _STORE_BYTES = 256 << 20
@@ -262,7 +263,7 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
                 free = {name: available.get(name, 0) for name in bundle}
                 raise ValueError(
                     f"the Ray cluster has no room for {nodes} x {devices} x {bundle} (free: {free})"
-                    "; end what runs there, or use fewer devices"
+                    "; stop other jobs of the cluster, or use fewer devices"
                 ) from error
         half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
         bundles = product(groups, range(devices))

@@ -56,12 +56,8 @@ class Agreement:
     ) -> None:
         """Create the agreement; every rank of `cpu` does.
 
-        Args:
-            cpu: See the attribute.
-            store: Store of the group, for this object alone (a PrefixStore), in which ranks record
-                that they have arrived.
-            group: See the attribute; None uses `cpu`.
-            timeout: See the attribute.
+        Ranks record in `store` that they have arrived. It is a store of the group for this object
+        alone (a PrefixStore). `group` defaults to `cpu`.
         """
         self.rank, self.size = (0, 1) if cpu is None else (cpu.rank(), cpu.size())
         self.cpu, self.group, self.timeout = cpu, group or cpu, timeout
@@ -133,7 +129,7 @@ class Agreement:
             return f"the exchange failed ({error})"
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         waited = time.monotonic() - begun
-        return f"rank {self.rank} waited {waited:.1f} s, {names} did not come ({error})"
+        return f"rank {self.rank} waited {waited:.1f} s, {names} did not arrive ({error})"
 
     def _missing(self) -> list[int]:
         assert self._store is not None

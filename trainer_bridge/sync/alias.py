@@ -1,6 +1,6 @@
 """A weight sync without copies: engines on the trainer's device serve the trainer's own pages.
 
-    prepare   check the version, wait for the optimizer step, digest the parameters the first time
+    prepare   check the version, wait for the optimizer step; the first time, digest the parameters
     alias     every engine maps the pages, and verifies them if there is a digest
 
 The ranks agree after each stage, as in a sync by copies (`weight_sync.py`). A stage that fails ends

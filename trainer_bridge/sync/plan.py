@@ -100,7 +100,7 @@ class SyncPlan:
     slices: Sequence[Planned]
 
     def only(self, names: Collection[str]) -> Self:
-        """Return the plan of these parameters alone, by the trainer's names."""
+        """Return the plan for parameters `names` alone, by the trainer's names."""
         return replace(self, slices=[planned for planned in self.slices if planned.name in names])
 
     @cached_property
@@ -168,7 +168,7 @@ def _copy(name: str, piece: ParamSlice, sent: Box, held: Box, rank: int, target:
 
 
 class _Parameter(NamedTuple):
-    """The whole shape of a trainer's parameter, and the ranks that hold its boxes."""
+    """The shape of a whole parameter of the trainer, and the ranks that hold its boxes."""
 
     shape: Ints
     held: Held
@@ -228,13 +228,9 @@ def _parameters(shards: Iterable[SourceShard]) -> dict[str, _Parameter]:
 def _fitting(
     manifests: Sequence[Manifest], params: Mapping[str, _Parameter]
 ) -> list[tuple[str, ParamSlice, str]]:
-    """Match slices with the trainer's parameters.
+    """Match slices with the trainer's parameters, or raise a ValueError that lists all problems.
 
-    Returns:
-        (the trainer's name, slice, hash of the slice's layout) for each slice that is not empty.
-
-    Raises:
-        ValueError: Names or shapes do not fit; the text lists the problems.
+    The result has (the trainer's name, slice, hash of its layout) for each slice that is not empty.
     """
     slices = chain.from_iterable(manifest.slices for manifest in manifests)
     anywhere = {piece.name for piece in slices}
@@ -277,16 +273,8 @@ def _sends(
     """Choose the ranks that send a box to targets.
 
     For each part of the box and each target, a holder on the target's device is preferred.
-    Otherwise the holders take turns.
-
-    Args:
-        box: The box.
-        held: Boxes of the parameter with their ranks.
-        targets: Numbers of the targets.
-        places: Device of each rank.
-        target_places: Device of each target.
-        turn: Holder to begin with. It differs between parameters of the same kind, to spread the
-            work evenly over the ranks.
+    Otherwise the holders take turns, beginning with number `turn`, which differs between parameters
+    of the same kind to spread the work evenly over the ranks.
     """
     sends: dict[tuple[int, int], list[tuple[Box, Box]]] = defaultdict(list)
     for common, whole, ranks in cover(box, held):
@@ -305,10 +293,7 @@ def name_problems(
 ) -> list[str]:
     """List names that only one side has, or that the trainer has twice.
 
-    Args:
-        sources: The trainer's names by stored name.
-        manifest: Manifest of one target.
-        anywhere: Names that any target stores.
+    `sources` has the trainer's names by stored name, `anywhere` the names that any target stores.
     """
     stored = {piece.name for piece in manifest.slices}
     # A module without slices holds only padding on this rank.
@@ -330,10 +315,6 @@ def spelled(manifests: Iterable[Manifest], names: Collection[str]) -> list[Manif
 
     If the trainer stores a parameter as several parts (`spellings`), the manifest gets one slice
     per part under the part's name. A target that does not hold a part gets a slice without rows.
-
-    Args:
-        manifests: Manifests of the targets.
-        names: The trainer's names.
     """
     manifests, ways = list(manifests), dict[str, list[Stored]]()
     for piece in chain.from_iterable(manifest.slices for manifest in manifests):

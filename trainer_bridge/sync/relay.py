@@ -130,8 +130,8 @@ def obstacles(place: str, plan: SyncPlan) -> dict[int, str]:
 class Wire:
     """A connection of ranks that exchange one message at a time in each direction.
 
-    It uses NCCL if each rank has its own GPU, else gloo. Ranks that exchange messages make the same
-    exchanges in the same order.
+    It uses NCCL if each rank has its own GPU and no message ends at a target's handle, else gloo.
+    Ranks that exchange messages make the same exchanges in the same order.
 
     If a rank dies, `wait` raises a `SyncError` on gloo, immediately or after the group's timeout.
     On NCCL nothing is raised: the other ranks wait on the device, and NCCL's watchdog ends their
@@ -146,12 +146,6 @@ class Wire:
         """Connect the ranks; a collective call.
 
         It creates NCCL's communicator, because a first exchange among only some ranks would hang.
-
-        Args:
-            agreement: Agreement of the ranks.
-            routes: Routes of all ranks.
-            places: Place of each rank's device.
-            device: Device of this rank's shards.
         """
         group, cpu = agreement.group, agreement.cpu
         assert group is not None and cpu is not None
@@ -357,15 +351,8 @@ class Relay:
     ) -> None:
         """Build the tables.
 
-        Args:
-            plan: Plan of all ranks.
-            routes: Routes of all ranks.
-            wire: Connection of the ranks; None if no bytes go from one rank to another.
-            sources: This rank's tensors by name.
-            handles: Handles on the targets that this rank owns.
-            rank: This rank.
-            derived: As in `Writer`.
-            scratch: As in `Writer`, on the device of the sources.
+        `wire` is None if no bytes go from one rank to another. `handles` has the targets that this
+        rank owns. `sources`, `derived` and `scratch` are as in `Writer`.
         """
         self._plan, self._routes, self._rank = plan, routes, rank
         self._handles, self._wire = handles, wire

@@ -88,9 +88,7 @@ Held = tuple[tuple[Box, Ints], ...]
 def holders(name: str, shards: Iterable[SourceShard]) -> Held:
     """Return the boxes of one parameter, with the ranks that hold each.
 
-    Args:
-        name: Name of the parameter.
-        shards: Shards of all ranks; empty shards and duplicates are allowed.
+    Empty shards and duplicates are allowed.
 
     Raises:
         ValueError: The shards have different global shapes, or overlap without being equal.
@@ -162,11 +160,6 @@ def local_box(
 def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
     """Describe this rank's shard of a parameter: its box of a DTensor, all of any other tensor.
 
-    Args:
-        name: Checkpoint name of the parameter.
-        param: The parameter.
-        rank: This rank in the trainer's world.
-
     Raises:
         ValueError: The placements describe no box, or a box that differs from this rank's tensor.
     """
@@ -186,7 +179,7 @@ def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
 class _Split(NamedTuple):
     """A mesh dimension that divides tensor dimension `dim`, already divided into `parts` parts.
 
-    Mesh dimensions further right made these parts.
+    Mesh dimensions further right divided it into these parts.
     """
 
     dim: int
@@ -205,7 +198,7 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
     if isinstance(placement, Shard):
         return _Split(placement.dim % ndim, 1)
     raise ValueError(
-        f"{placement} is no part of a tensor; only sharded and replicated parameters have one"
+        f"placement {placement} has no box; only sharded and replicated parameters can be synced"
     )
 
 
@@ -231,7 +224,7 @@ def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints)
     raise ValueError(
         f"_StridedShard({split.dim}, split_factor={split.parts}) on a mesh of {mesh_shape}: no "
         f"mesh dimension further right makes {split.parts} parts of dimension {split.dim}, so a "
-        "rank's tensor is no box"
+        "rank's tensor is not a box"
     )
 
 

@@ -39,7 +39,7 @@ class Shards:
         self._sharded: dict[str, object] = {}
 
     def described(self) -> list[SourceShard]:
-        """Return the boxes that this rank holds, which are the boxes of `tensors`."""
+        """Return the boxes that this rank holds, whose content `tensors` returns."""
         rank, shards = dist.get_rank() if dist.is_initialized() else 0, []
         for name, param in self._read().items():
             self._sharded[name] = _sharding(param)
@@ -73,7 +73,7 @@ def _stored(param: Tensor) -> Tensor:
 
 
 def copy_rows(copy: Copy, source: Tensor) -> Rows:
-    """Convert a copy to rows; `source` has any strides, and contains the box at `copy.start`."""
+    """Convert a copy to rows of `source`, which has any strides and the box at `copy.start`."""
     return box_rows(
         copy.shape,
         copy.torch_dtype,
@@ -220,7 +220,7 @@ class Writer:
         """Begin to write all copies.
 
         On a GPU, writes over links begin first, each target on its own stream. Writes on the same
-        device run concurrently on the current stream.
+        device overlap with them, on the current stream.
 
         Args:
             pages: Bytes of each target, uint8.
@@ -293,12 +293,7 @@ def rounding(
 ) -> tuple[float, float]:
     """Sum `LowRank.rounding` over a sample of the derived parameters.
 
-    The sample has a bounded size: some eighty small launches and one wait for any model.
-
-    Args:
-        derived: Factors of the derived parameters, by name.
-        sources: This rank's shards, by name.
-        plan: The plan, for the dtypes that are written.
+    The sample takes about eighty kernel launches and one synchronization for any model.
 
     Returns:
         Sums of squares of the lost part and of the product.
@@ -334,7 +329,7 @@ def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:
     if tuple(source.shape) != shard.shape:
         return f"{shard.name}: shard {tuple(source.shape)}, {shard.shape} in the plan"
     if not source.is_floating_point():
-        return f"{shard.name}: {source.dtype} is not a weight's dtype; dequantise it"
+        return f"{shard.name}: {source.dtype} is not a weight's dtype; dequantize it"
     if source.layout != torch.strided or (source.numel() and not source.data_ptr()):
         return f"{shard.name}: its tensor on {source.device} has no memory now"
     return None

@@ -196,7 +196,7 @@ class SequenceBatch:
 def dispatch(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
-    """Divide the batch among ranks, and return this rank's sequences in chunks.
+    """Dispatch the batch to ranks, and return this rank's sequences in chunks.
 
     All ranks get the same numbers of chunks and of sequences per chunk, because their collectives
     must match.
@@ -206,8 +206,8 @@ def dispatch(
         rank: This rank.
         world: Number of ranks.
         size: Number of sequences per chunk.
-        packed: Limit a chunk to `size` times the tokens of the longest sequence, instead of to
-            `size` sequences, so that it has more of the short ones.
+        packed: Limit the tokens of a chunk to `size` times those of the longest sequence, instead
+            of limiting its sequences to `size`.
 
     Returns:
         Indices of sequences by chunk, the longest first; -1 is a filler.
@@ -215,23 +215,19 @@ def dispatch(
     lengths = batch.lengths
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
-    mine = order[rank::world]
+    own_rows = order[rank::world]
     if not packed:
-        return [mine[first : first + size] for first in range(0, len(mine), size)]
+        return [own_rows[first : first + size] for first in range(0, len(own_rows), size)]
     # The longest sequence among the ranks at each position. Rank 0 never has a filler.
     longest = [lengths[row] for row in order[::world]]
-    return _fill(mine, longest, size * batch.max_length)
+    return _fill(own_rows, longest, size * batch.max_length)
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Pack rows into chunks of at most `tokens` tokens, each row into the first chunk with room.
 
-    The fullest chunk comes first, so that the allocator can reuse its blocks for all others.
-
-    Args:
-        rows: Sequences, the longest first.
-        lengths: Tokens of each row.
-        tokens: Limit of a chunk.
+    Rows are sorted by descending length. The fullest chunk comes first, so that the allocator can
+    reuse its blocks for all others.
     """
     chunks, left = list[list[int]](), list[int]()
     for row, length in zip(rows, lengths, strict=True):
@@ -250,15 +246,11 @@ def lay_out(
     """Build the micro batch of one chunk, packed end to end or padded.
 
     Padding is on the right, where the causal mask hides it. In a packed row, a filler rounds the
-    number of tokens up to sixteenths of the largest chunk. Without it, chunks of slightly different
-    sizes would fragment the allocator's cache.
+    number of tokens up to a multiple of 1 / 16 of the largest chunk, or of the longest sequence if
+    that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
+    cache.
 
-    Args:
-        batch: The whole batch.
-        rows: A chunk from `dispatch`.
-        device: Device of the tensors.
-        size: Number of sequences per chunk, as for `dispatch`.
-        packed: Pack the sequences end to end.
+    `rows` is a chunk of `dispatch`, called with the same `size` and `packed`.
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
@@ -311,16 +303,9 @@ def lay_out(
 def _routed(
     batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int], places: Sequence[int]
 ) -> NDArray[np.int16] | None:
-    """Lay out `routed_experts` by position.
+    """Lay out `routed_experts` by position: int16 [sum(places), layers, top_k], -1 if unknown.
 
-    Args:
-        batch: The whole batch.
-        rows: Indices of sequences; -1 is a filler.
-        lengths: Tokens of each row.
-        places: Positions of each row, including padding.
-
-    Returns:
-        int16 [sum(places), layers, top_k], -1 if unknown; None if nothing is known.
+    Row i has lengths[i] tokens in places[i] positions. The result is None if no experts are known.
     """
     given = batch.routed_experts or ()
     known = next((routed for routed in given if routed is not None), None)
@@ -335,14 +320,10 @@ def _routed(
 
 
 def check_tokens(batch: SequenceBatch, model: Any) -> None:
-    """Raise a ValueError for token ids or lengths that the model does not support.
+    """Raise a ValueError for token ids or lengths that the model's configuration excludes.
 
-    An id outside of the vocabulary would destroy a GPU's context, and a position beyond the limit
+    An id outside the vocabulary would destroy a GPU's context, and a position beyond the limit
     would be scored wrongly.
-
-    Args:
-        batch: The batch.
-        model: Configuration of the model, with vocab_size and max_position_embeddings.
     """
     limit = model.max_position_embeddings
     if batch.max_length > limit:
@@ -356,14 +337,7 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
 
 
 def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequence[str]) -> None:
-    """Raise a ValueError if `method` cannot learn from the batch.
-
-    Args:
-        method: Method that learns, for the text.
-        batch: The batch.
-        model: As for `check_tokens`.
-        names: Fields that the method needs.
-    """
+    """Raise a ValueError if `method`, which needs fields `names`, cannot learn from the batch."""
     check_tokens(batch, model)
     if any(getattr(batch, name) is None for name in names):
         raise ValueError(f"{method} needs a SequenceBatch with {' and '.join(names)}")

@@ -30,15 +30,9 @@ _FILE_BYTES = 2 << 30
 def state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Return the trained tensors of one model and its optimizer, without a copy.
+    """Return the trained tensors of a model and its optimizer by name, without a copy.
 
-    Args:
-        model: The sharded model.
-        optimizer: Its optimizer. Masters are returned in place of their parameters.
-        prefix: Prefix of the names.
-
-    Returns:
-        Tensors by name.
+    Masters are returned in place of their parameters. Names begin with `prefix`.
     """
     tensors: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
@@ -52,12 +46,9 @@ def state(
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Save a checkpoint, replacing `directory`; a collective call.
+    """Save tensors and JSON values, replacing `directory`; a collective call.
 
-    Args:
-        directory: Directory on a filesystem that all ranks share.
-        tensors: Tensors by name.
-        values: JSON data.
+    All ranks must share the directory's filesystem.
     """
     text = json.dumps(values)  # fails before anything is written
     with whole_directory(directory) as partial:
@@ -130,7 +121,7 @@ def load(
     adapters: Mapping[str, Any] | None = None,
     began_with: str | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into `tensors` in place; it may be saved by another number of ranks.
+    """Load a checkpoint, perhaps of another number of ranks, into `tensors` in place.
 
     Args:
         directory: Directory of the checkpoint.

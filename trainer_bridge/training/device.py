@@ -46,11 +46,7 @@ class Runtime:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Open a device with the ranks of the default process group, created if there is none.
-
-        Args:
-            name: Device of this process, as in `TrainerConfig.device`.
-        """
+        """Open a device with the ranks of the default process group, created if there is none."""
         device = _use_device(name)
         owned = _ensure_process_group(device)
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -116,13 +112,10 @@ def _use_device(name: str) -> torch.device:
 
 
 def _ensure_process_group(device: torch.device) -> bool:
-    """Create a default process group of this process alone if there is none.
+    """Create a process group of this process alone if there is none; return whether it was created.
 
-    Returns:
-        Whether it was created; the caller must end it.
-
-    Raises:
-        ValueError: The existing group lacks the device's backend (gloo for the CPU, NCCL for CUDA).
+    The caller must end a group that was created. An existing group must have the device's backend
+    (gloo for the CPU, NCCL for CUDA).
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
@@ -149,13 +142,8 @@ def side_by_side(
 ) -> list[Tensor]:
     """Allocate undefined tensors in one block of a tag with content host.
 
-    The tensors keep the block alive.
-
-    Args:
-        specs: Shape and dtype of each tensor.
-        saver: Saver of the tag.
-        tag: The tag.
-        starts: First byte of each tensor in the block; None places them one after another.
+    The tensors keep the block alive. `specs` has the shape and dtype of each tensor, `starts` its
+    first byte in the block; None places the tensors one after another.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     if starts is None:

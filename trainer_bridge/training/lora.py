@@ -97,12 +97,7 @@ def stack_name(name: str) -> str:
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze a model, and add undefined adapters to its linear layers and experts.
-
-    Args:
-        model: The model.
-        config: Names of the layers to adapt.
-        dtype: Dtype of the adapters.
+    """Freeze a model, and add undefined adapters to the layers that `config` names.
 
     Raises:
         ValueError: A name matches no linear layer, or a layer that shares its weight with another.
@@ -203,11 +198,11 @@ class Adapters:
         self.names = tuple(self._adapted)
 
     def factors(self) -> dict[str, LowRank]:
-        """Return the factors for this rank's shards by parameter; they may alias the parameters."""
+        """Return the factors of this rank's shards by parameter; valid until the next update."""
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Return plain data that is equal in checkpoints of the same adapters."""
+        """Return plain data by which a checkpoint recognizes the same adapters."""
         named = {"target_modules": sorted(self._config.target_modules)}
         return dataclasses.asdict(self._config) | named
 

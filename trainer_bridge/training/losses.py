@@ -185,14 +185,7 @@ def add_gradients(
 def policy_gradient(
     model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
 ) -> list[float]:
-    """Add the gradient of one micro batch to the policy's gradients.
-
-    Args:
-        model: The policy.
-        config: Clip ranges and coefficients of the loss.
-        batch: The whole batch.
-        world: Number of ranks that share it.
-        micro: The micro batch.
+    """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
     Returns:
         Sums of loss, clipped tokens, KL estimate and entropy over the micro batch's tokens.

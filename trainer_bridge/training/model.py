@@ -113,12 +113,8 @@ def fill_weights(
 ) -> None:
     """Fill the shards with the weights of `config.model_path`, or with random weights.
 
-    Args:
-        model: The sharded model.
-        config: Configuration of the trainer.
-        runtime: Device and ranks.
-        into: Tensors to fill in place of shards, by parameter.
-        created: Names of parameters that the files do not contain.
+    Tensors in `into` are filled in place of the shards of their parameters. Parameters whose names
+    are in `created` are not in the files.
     """
     if config.random_init:
         runtime.draw_weights(model, config, into or {})
@@ -153,10 +149,7 @@ def meta_model(
 ) -> nn.Module:
     """Build the model of `config.model_path`, adapters included, on the meta device.
 
-    Args:
-        config: Configuration of the trainer.
-        attention: transformers' name of the attention to use; None leaves it the choice.
-        frozen: Build a model that will not be trained.
+    `attention` is transformers' name of the attention to use; None leaves it the choice.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -278,14 +271,8 @@ def _allocate_shards(
     """Allocate memory for all meta shards: one block per tag, except for shards that FSDP pads.
 
     FSDP gathers shards of equal size, so its lazy initialization copies a shorter shard to padded
-    memory. That copy is allocated in the region, so the source is in torch's own memory.
-
-    Args:
-        model: The sharded meta model.
-        device: Device of the shards.
-        saver: Saver of the tags.
-        tag: Tag of all shards but the adapters'.
-        starts: First byte of each parameter in the block, by name; None places them in order.
+    memory. That copy is allocated in the region, so the source is in torch's own memory. `starts`
+    has the first byte of each parameter in the block, by name; None places them in order.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -310,7 +297,7 @@ def _allocate_shards(
 
 
 def _is_padded(param: Tensor) -> bool:
-    """Return whether FSDP pads this rank's shard, which has fewer rows than other ranks' shards."""
+    """Return whether FSDP pads this rank's shard, because other ranks' shards have more rows."""
     assert isinstance(param, DTensor)
     most_rows = math.ceil(param.shape[0] / param.device_mesh.size())
     return param.placements[0].is_shard(0) and local_shard(param).shape[0] < most_rows
@@ -401,7 +388,7 @@ def _load_weights(
 def _start_adapters(model: nn.Module, seed: int) -> None:
     """Draw A uniformly in +-1 / sqrt(columns), as PEFT does, and set B to zero.
 
-    So the adapted model initially equals the base. The same seed and name give the same bits on any
+    The adapted model starts equal to the base. The same seed and name give the same bits on any
     device and number of ranks.
     """
     for name, adapter in adapted_params(model).items():

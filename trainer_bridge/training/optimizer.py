@@ -145,10 +145,8 @@ class StreamedAdamW(torch.optim.Optimizer):
     ) -> None:
         """Stream all chunks through the device, and wait, leaving `whole` False.
 
-        Args:
-            work: Called with every chunk, fp32 [3, chunk] on the device, and the chunk's pieces.
-            inward: Number of rows to copy to the device before `work`.
-            outward: Number of rows to copy back after it.
+        `work` gets every chunk, fp32 [3, chunk] on the device, and its pieces. Before it, `inward`
+        rows of the chunk are copied to the device; after it, `outward` rows are copied back.
         """
         backend: Any = getattr(torch, self._device.type)  # streams of torch.cpu do nothing
         compute, inbound, outbound = backend.current_stream(), backend.Stream(), backend.Stream()
@@ -176,15 +174,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
 
 def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Slice]]:
-    """Divide tensors into pieces by chunk.
+    """Divide tensors into pieces, and return the pieces of every chunk of `chunk` elements.
 
-    Args:
-        sizes: Elements of each tensor.
-        starts: First element of each tensor in the concatenated chunks, ascending.
-        chunk: Elements per chunk.
-
-    Returns:
-        The pieces of every chunk.
+    `starts` has the first element of each tensor in the concatenated chunks, ascending.
     """
     total = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
     chunks: list[list[_Slice]] = [[] for _ in range(0, total, chunk)]
@@ -240,7 +232,8 @@ class Schedule:
         """Return the schedule of a run that continues from a checkpoint.
 
         It is the stored schedule. If the end differs, the rate falls from that of the last update,
-        because a new end must never raise it. If the learning rate differs, this schedule applies.
+        because a new end must never raise it. If the learning rate differs, or if one of the two
+        schedules is constant, this schedule applies.
 
         Args:
             stored: Fields of the checkpoint's schedule; None if it has none.
@@ -259,13 +252,7 @@ class Schedule:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, config: TrainerConfig, rate: float, done: int
 ) -> float:
-    """Clip the gradients, run one optimizer step, and free the gradients.
-
-    Args:
-        optimizer: The optimizer.
-        config: Configuration with `max_grad_norm`.
-        rate: Learning rate of the step.
-        done: Number of earlier steps, for the text of the error.
+    """Clip the gradients, run step `done + 1` with learning rate `rate`, and free the gradients.
 
     Returns:
         The norm of the gradients before clipping.
@@ -309,13 +296,6 @@ def build_optimizer(
 
     Step counters (4 bytes per parameter tensor) stay in torch's own memory. The step is fused,
     because the unfused step on a GPU needs temporaries as large as the parameters.
-
-    Args:
-        params: Parameters to train.
-        config: Configuration of the trainer.
-        runtime: Device and ranks.
-        saver: Saver of the tag.
-        tag: Tag of the moments.
     """
     if config.optimizer_offload:
         return StreamedAdamW(params, config, runtime)

@@ -107,9 +107,9 @@ def _length_by_length(
 
 
 def pack_if_possible(model: Any, attention: str | None) -> None:
-    """Set the attention of a transformers model to a packed one if the model supports packing.
+    """Set a packed attention for a transformers model if its family supports packing.
 
-    Families support it if tokens interact only by plain causal attention without a window.
+    A family supports it if tokens interact only by plain causal attention without a window.
 
     Args:
         model: The model; `packs` returns the outcome.

@@ -26,7 +26,7 @@ def serve(pipe: Connection, path: str, device: str, engine: dict[str, Any]) -> N
 
 
 class PipedEngine:
-    """A handle with the methods of an `Engine` that runs in a process of its own."""
+    """A handle with the methods of an `Engine` that runs in its own process."""
 
     def __init__(self, path: str, device: str, **engine: Any) -> None:
         self.peer = Peer(serve, path, device, engine)

@@ -1,4 +1,4 @@
-"""Manifests written by hand, and those of a small decoder.
+"""Manifests written by hand, and manifests of a small decoder.
 
 The decoder has fused, tied and padded parameters, experts and copied KV heads.
 """

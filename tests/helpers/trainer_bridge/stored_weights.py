@@ -18,7 +18,7 @@ from tests.helpers.trainer_bridge.targets import UNTOUCHED
 
 
 class StoredWeights:
-    """An `UpdatableEngine`, in which bytes outside of parameters and padding are UNTOUCHED."""
+    """An `UpdatableEngine`, in which bytes outside parameters and padding are UNTOUCHED."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StoredWeights:
     def check_bytes(self) -> None:
         """Check that only slices were written, padding is zero, and shadow pages are released.
 
-        (A lease that is used after its sync prevents the saver from closing.)
+        A lease that is used after its sync prevents the saver from closing.
         """
         assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), (
             "bytes of no parameter were written"

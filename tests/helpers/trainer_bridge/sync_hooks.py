@@ -92,9 +92,9 @@ class _HookedStore:
 
 
 def half_written(act: Callable[[], None]) -> contextlib.AbstractContextManager[object]:
-    """Call `act` inside the block in the middle of each sync's writing.
+    """Call `act` in the middle of each sync's writing inside the block.
 
-    The rank has begun to write its first target then.
+    At that moment the rank has begun to write its first target.
     """
     write, start = Writer.start, RowCopies.start
 

@@ -70,7 +70,7 @@ class Pair:
             assert trainer.hear(60) is None
 
     def order(self, version: int, dies: int | None = None, **how: Any) -> None:
-        """Order both trainers to sync; `how` are fields of `Order`, `death` that of rank `dies`."""
+        """Order both trainers to sync, with fields of `Order`; `death` is for rank `dies`."""
         death = how.pop("death", None)
         for rank, trainer in enumerate(self.trainers):
             own = death if rank == dies else None

@@ -89,11 +89,11 @@ def connected(
     key = here.rpartition("/")[2]
     for target, number in zip(targets, numbers, strict=True):
         target.place = here if case.targets is None else f"{case.targets[number]}/{key}"
-    mine = sources(rank, world, device)
+    tensors = sources(rank, world, device)
     place = here if case.ranks is None else f"{case.ranks[rank]}/{key}"
     return WeightSync(
         [shard for shard in shards(world) if shard.rank == rank],
-        lambda: mine,
+        lambda: tensors,
         targets,
         group_agreement(dist.group.WORLD, timeout=timeout),
         place=place,
@@ -102,8 +102,8 @@ def connected(
 
 def sources(rank: int, world: int, device: str) -> dict[str, Tensor]:
     tensors = full(device)
-    mine = [shard for shard in shards(world) if shard.rank == rank]
-    return {s.name: tensors[s.name][s.start[0] : s.start[0] + s.shape[0]] for s in mine}
+    own_shards = [shard for shard in shards(world) if shard.rank == rank]
+    return {s.name: tensors[s.name][s.start[0] : s.start[0] + s.shape[0]] for s in own_shards}
 
 
 def low_rank(base: Tensor, rank: int, world: int) -> LowRank:

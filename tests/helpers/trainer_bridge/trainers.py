@@ -68,7 +68,7 @@ def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
 
 
 class TrainerRank(Peer):
-    """A rank in a process of its own that owns `target`, which lives in this process.
+    """A rank in its own process, whose target is in this process.
 
     A thread of this process calls the target for the rank, holding `lock`. The rank answers None
     when it is connected, and each `Order` with a SyncReceipt or the exception of its sync.

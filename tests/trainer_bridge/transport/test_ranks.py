@@ -33,27 +33,27 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     store = tmp_path_factory.mktemp("ranks") / "store"
     return results(start_ranks(sync_cases, WORLD, store, WORLD, "cpu", "bfloat16", CASES))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_routes_write_the_same_bytes(name: str, seen: list[dict]) -> None:
-    for results_of_rank in seen:
+def test_all_routes_write_the_same_bytes(name: str, outcomes: list[dict]) -> None:
+    for results_of_rank in outcomes:
         assert results_of_rank[name].right
         if CASES[name].only is None:
-            alike = seen[0]["low-rank pages" if CASES[name].low_rank else "pages"]
+            alike = outcomes[0]["low-rank pages" if CASES[name].low_rank else "pages"]
             assert results_of_rank[name].digests == alike.digests
-    assert seen[0][name].own + seen[-1][name].own == seen[0][name].digests
+    assert outcomes[0][name].own + outcomes[-1][name].own == outcomes[0][name].digests
 
 
-def test_messages_to_handles_are_bounded(seen: list[dict]) -> None:
-    for results_of_rank in seen:
+def test_messages_to_handles_are_bounded(outcomes: list[dict]) -> None:
+    for results_of_rank in outcomes:
         for sent in results_of_rank["unmapped"].messages:
             assert sent and max(sent) <= SMALL
-    assert not any(seen[0]["far"].messages)
-    assert not seen[0]["mixed"].messages[0] and seen[0]["mixed"].messages[1]
+    assert not any(outcomes[0]["far"].messages)
+    assert not outcomes[0]["mixed"].messages[0] and outcomes[0]["mixed"].messages[1]
 
 
 TWO_GPUS = pytest.mark.gpus(2)
@@ -71,11 +71,11 @@ def test_all_routes_write_the_same_bytes_between_gpus(
     cases = {name: Case(ranks="ab", targets=targets) for name, targets in hosts.items()}
     cases["large"] = Case(ranks="ab", targets="aab", message_bytes=MESSAGE_BYTES)
     cases["pages"] = Case()
-    seen = results(start_ranks(on_gpus, 2, tmp_path / "store", gpus, cases, backend=backend))
-    for results_of_rank in seen:
+    outcomes = results(start_ranks(on_gpus, 2, tmp_path / "store", gpus, cases, backend=backend))
+    for results_of_rank in outcomes:
         for name in cases:
             result = results_of_rank[name]
-            assert result.right and result.digests == seen[0]["pages"].digests, name
+            assert result.right and result.digests == outcomes[0]["pages"].digests, name
 
 
 def on_gpus(rank: int, gpus: int, cases: dict[str, Case]) -> dict:
@@ -134,8 +134,8 @@ BROKEN = {
 def test_failed_rank_is_reported_to_all_ranks_without_a_timeout(tmp_path: Path) -> None:
     """Set the ranks' timeouts to 60 s, so that a rank that waits for one is too late."""
     broken = {name: (break_it, case) for name, (break_it, case, _) in BROKEN.items()}
-    seen = results(start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 60.0), 50.0)
-    for rank, (failures, usable) in enumerate(seen):
+    outcomes = results(start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 60.0), 50.0)
+    for rank, (failures, usable) in enumerate(outcomes):
         for name, (_, _, culprit) in BROKEN.items():
             error, versions = failures[name]
             assert isinstance(
