@@ -156,7 +156,6 @@ def swap(scale: Scale) -> Figures:
 
 
 a_second = partial(common.others_write, nbytes=0)
-written = partial(common.others_write, nbytes=COUNT * TENSOR)
 CASES: dict[str, Case] = {
     "pinned copy": floor,
     "host, extents kept": partial(to_the_host, "retain", immediately),

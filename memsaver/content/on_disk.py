@@ -44,14 +44,8 @@ def default_directory() -> Path:
 class BlockFile:
     """A file of whole blocks, whose open descriptor this object owns.
 
-    An error is a ``BackendError`` that names the operation, the place, the system's error and
-    ``advice``.
-
-    Args:
-        fd: The open descriptor.
-        place: Path of the file or its folder.
-        nbytes: Size of the file, rounded up to BLOCK.
-        advice: Remedy in error messages.
+    ``place`` is the path of the file or its folder. An error is a ``BackendError`` that names the
+    operation, the place, the system's error and ``advice``, the remedy.
     """
 
     def __init__(self, fd: int, place: Path, nbytes: int, advice: str) -> None:

@@ -50,7 +50,7 @@ class HostBackup:
         """Do nothing: ``fill`` has restored the content."""
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
-        """Return uint8 tensors over the saved bytes from ``offset`` on, which keep this backup."""
+        """Return uint8 tensors over saved bytes from ``offset`` on; they keep this backup alive."""
         spans = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
         return [dlpack_tensor(at, size, _HOST, self) for at, size in spans]
 
@@ -105,19 +105,12 @@ def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 @dataclass
 class CleanCopy:
-    """A backup that may still equal the content of its active tag.
-
-    Attributes:
-        backup: The copy.
-        version: The owner's name of the content.
-        digest: Digest of the content, begun when it was copied.
-        copying: Object to wait for while the copy is made.
-    """
+    """A backup that may still equal the content of its active tag."""
 
     backup: HostBackup | DiskBackup
-    version: Hashable
-    digest: RowCopies
-    copying: Waitable | None = None
+    version: Hashable  # the owner's name for the content
+    digest: RowCopies  # of the content, begun when it was copied
+    copying: Waitable | None = None  # to wait for, while the copy is made
     _expected: int | None = None
 
     def finish(self) -> None:
@@ -135,10 +128,8 @@ class CleanCopy:
     def begin_check(self, version: Hashable | None, content: str, committed: int) -> bool:
         """Return whether the copy may be the tag's content, and begin a digest for ``holds``.
 
-        Args:
-            version: The version of the tag's content according to its owner; None: unknown.
-            content: The kind of backup that is wanted, ``"host"`` or ``"disk"``.
-            committed: Bytes of the tag that have memory.
+        The owner says that the content has ``version`` (None: unknown). The wanted backup is of the
+        kind ``content``, "host" or "disk". The tag's first ``committed`` bytes have memory.
         """
         kind = HostBackup if content == "host" else DiskBackup
         if version is None or version != self.version or not isinstance(self.backup, kind):

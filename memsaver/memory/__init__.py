@@ -27,11 +27,7 @@ __all__ = [
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """Return the device.
-
-    Raises:
-        ValueError: The device is neither the CPU nor a GPU.
-    """
+    """Return the device, or raise ``ValueError`` if it is neither the CPU nor a GPU."""
     with contextlib.suppress(RuntimeError):  # torch's message lists twenty device types
         if (known := torch.device(device)).type in ("cpu", "cuda"):
             return known
@@ -39,11 +35,7 @@ def as_device(device: str | torch.device) -> torch.device:
 
 
 def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
-    """Create the backend of a device.
-
-    Args:
-        device: The CPU or a GPU.
-        limit_bytes: The most that the backend may commit; None: no limit.
+    """Create the backend of a device, which commits at most ``limit_bytes`` (None: no limit).
 
     Raises:
         BackendError: This process cannot use the GPU, or NVIDIA's Python bindings are missing.
@@ -79,19 +71,11 @@ def _pinner(device: torch.device) -> Pinner | None:
 
 
 def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Allocate host memory that is zeroed, resident, and pinned if ``device`` is a GPU.
+    """Return a uint8 tensor ``[nbytes]`` in host memory that is pinned if ``device`` is a GPU.
 
-    It is aligned to 2 MiB, occupies a multiple of 2 MiB, and is released with the last tensor on
-    it.
-
-    Args:
-        nbytes: Size of the tensor.
-        device: Device that copies to and from the memory.
-        what: Name of the memory in the error message.
-        remedy: Remedy in the error message.
-
-    Returns:
-        A uint8 tensor ``[nbytes]``.
+    The memory is zeroed, resident, and aligned to 2 MiB. It occupies a multiple of 2 MiB, and is
+    released with the last tensor on it. Error messages contain ``what``, a name of the memory, and
+    ``remedy``.
 
     Raises:
         HostMemoryError: The machine or the container has too little room (``room_bytes``). Nothing

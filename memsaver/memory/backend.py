@@ -76,20 +76,13 @@ class Backend(ABC):
     Extents, mappings and the byte limit are reached only through the shim. Methods that differ by
     device are abstract, or have the host's implementation here, which is synchronous. Mapped sizes
     are multiples of ``granularity``.
-
-    Attributes:
-        device: The torch device.
-        device_key: Name of the device in every process: "cpu" or the UUID of a GPU.
-        unit: Bytes to whose multiples allocations are rounded up.
-        total_bytes: Memory of the device, in bytes.
-        pinner: Pins host memory for the device; None: no pinning.
     """
 
     device: torch.device
-    device_key: str
-    unit: int
-    total_bytes: int
-    pinner: Pinner | None = None
+    device_key: str  # name of the device in every process: "cpu" or the UUID of a GPU
+    unit: int  # bytes: allocations are rounded up to a multiple
+    total_bytes: int  # memory of the device
+    pinner: Pinner | None = None  # pins host memory for the device; None: no pinning
 
     def __init__(
         self,
@@ -223,11 +216,10 @@ class Backend(ABC):
         return contextlib.nullcontext()
 
     def synchronize(self, copies: bool = True) -> None:
-        """Wait for the device's work and for overlapped copies.
+        """Wait for the device's work and, if ``copies``, for overlapped copies.
 
-        Args:
-            copies: Whether to wait for overlapped copies. A finalizer must not, because it may run
-                in the thread that copies (see `after_copies`).
+        A finalizer must not wait for copies, because it may run in the thread that copies (see
+        `after_copies`).
         """
         with self._call(shim.Operation.SYNCHRONIZE):
             pass  # the host's work has ended when its calls return
@@ -262,12 +254,10 @@ class Backend(ABC):
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]
     ) -> contextlib.AbstractContextManager[None]:
-        """Send this thread's torch allocations to an arena.
+        """Send this thread's torch allocations to the arena of ``slot``.
 
-        Args:
-            slot: The slot of the arena.
-            make_room: A saver's method, called with the slot after an allocation failed, if the
-                backend supports that; returns whether to retry.
+        A backend that supports it calls ``make_room``, a saver's method, with the slot after an
+        allocation failed. The method returns whether to retry.
         """
 
     def free_dead_blocks(self, slot: int) -> None:
@@ -283,14 +273,10 @@ class Backend(ABC):
         """Copy (to, from, nbytes) transfers and wait for them."""
 
     def start_copy(self, transfers: Sequence[Transfer], inward: bool = False) -> Waitable | None:
-        """Begin to copy after the work that is queued on the current stream.
+        """Begin to copy transfers after the work that is queued on the current stream.
 
-        Args:
-            transfers: (to, from, nbytes) each.
-            inward: Whether the copy is to the device.
-
-        Returns:
-            An object to wait for; None: the copy is done.
+        ``inward`` tells whether they go to the device. Return an object to wait for, or None if the
+        copy is done.
         """
         self.copy(transfers)
         return None
@@ -300,15 +286,10 @@ class Backend(ABC):
     ) -> Waitable | None:
         """Begin to copy, in pieces, after the work that is queued on the current stream.
 
-        Other copies can run between the pieces. `synchronize` waits for the copy, too.
-
-        Args:
-            transfers: (to, from, nbytes) each.
-            keeper: An object to keep alive until the copy is done.
-            done: Called with the seconds that the copy took, in any thread, unless it failed.
-
-        Returns:
-            An object to wait for; None: the copy is done.
+        Other copies can run between the pieces. `synchronize` waits for the copy, too. ``keeper``
+        is kept alive until the copy is done. Then ``done`` is called, in any thread, with the
+        seconds that the copy took, unless it failed. Return an object to wait for, or None if the
+        copy is done.
         """
         started = time.perf_counter()
         self.copy(transfers)
@@ -323,10 +304,8 @@ class Backend(ABC):
     ) -> None:
         """Copy piece after piece, with other copies between them, and wait for all pieces.
 
-        Args:
-            pieces: Lists of (to, from, nbytes).
-            queued: Called for every piece with an object to wait for; None: the piece is done.
-            inward: Whether the copy is to the device.
+        ``queued`` is called for every piece with an object to wait for, or None if the piece is
+        done. ``inward`` tells whether the pieces go to the device.
         """
         for piece in pieces:
             self.copy(piece)
@@ -340,15 +319,10 @@ class Backend(ABC):
         return {}
 
     def inject_fault(self, after: int, error: int) -> int:
-        """Inject a failure of one driver call, for tests.
+        """Inject the driver's ``error`` into one driver call of the shim or of Python, for tests.
 
-        Args:
-            after: The number of the call from now, among the shim's and Python's; 1: the next one,
-                0: none.
-            error: The driver's error number.
-
-        Returns:
-            The number of calls since the last injection.
+        ``after`` counts calls from now: 1 is the next one, 0 none. Return the number of calls since
+        the last injection.
         """
         calls: int = shim.library().ms_inject(self.phys, after, error)
         return calls

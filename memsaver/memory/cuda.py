@@ -1,4 +1,4 @@
-"""GPU memory through CUDA's virtual memory management."""
+"""Provide GPU memory through CUDA's virtual memory management."""
 
 from __future__ import annotations
 

@@ -49,11 +49,7 @@ def _make_room(slot: int) -> bool:
 
 @cache
 def _hook() -> ctypes.CDLL:
-    """Install the hook, once per process.
-
-    Raises:
-        CompilerError: The hook cannot be built.
-    """
+    """Install the hook, once per process; raise ``CompilerError`` if it cannot be built."""
     lib = ctypes.CDLL(str(build.cpu_hook_library()))
     lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
     lib.ms_hook_enter.restype, lib.ms_hook_leave.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

@@ -23,23 +23,14 @@ _ARRIVAL_SECONDS = 2.0  # less than a revoking peer waits
 
 @dataclass
 class Import:
-    """An imported extent of another saver.
+    """An imported extent of another saver."""
 
-    Attributes:
-        handle: Handle of the extent in this process.
-        nbytes: Size of the extent.
-        backend: Backend that imported the extent.
-        owner: Object that stands for the connection to the owner.
-        pins: Number of leases that map the extent.
-        orphan: Whether the owner is gone, so that the extent is released with its last lease.
-    """
-
-    handle: int
+    handle: int  # in this process
     nbytes: int
-    backend: Backend
-    owner: object
-    pins: int = 0
-    orphan: bool = False
+    backend: Backend  # that imported the extent
+    owner: object  # stands for the connection to the owner
+    pins: int = 0  # number of leases that map the extent
+    orphan: bool = False  # the owner is gone: the extent is released with its last lease
 
 
 class Imports:
@@ -161,7 +152,7 @@ LARGEST = 1 << 30
 
 
 def piece_sizes(nbytes: int, granularity: int) -> list[int]:
-    """Return the sizes of extents for ``nbytes`` that any tag can use after another.
+    """Return sizes of extents, ``nbytes`` in total, that any tag can reuse.
 
     The extents are few, and alike for all tags: as many of size LARGEST as fit, then every power of
     two times the granularity at most once.
@@ -202,9 +193,9 @@ class PagePool:
         return len(extents) > len(piece_sizes(total, self._backend.granularity)) + _MANY
 
     def keep_remade(self, extents: Sequence[shim.Extent]) -> None:
-        """Retain the memory of extents in fewer ones: small ones are created again as large ones.
+        """Retain the memory of extents in fewer ones: release small ones, and create large ones.
 
-        The driver has their memory for a moment; if another process takes it, less is retained.
+        Meanwhile, another process may take the released memory; then less is retained.
         """
         small = [extent for extent in extents if extent.nbytes < LARGEST]
         self.retain([extent for extent in extents if extent.nbytes >= LARGEST])
@@ -231,11 +222,7 @@ class PagePool:
         shim.library().ms_mark_shared(self._backend.phys, array, len(ids), int(shared))
 
     def check_room(self, nbytes: int) -> None:
-        """Check that a peer's extents of ``nbytes`` fit under the limit.
-
-        Raises:
-            LeaseError: They do not.
-        """
+        """Raise ``LeaseError`` if a peer's extents of ``nbytes`` would exceed the limit."""
         limit = self._backend.limit_bytes
         if limit is not None and self._backend.committed_bytes + nbytes > limit:
             raise LeaseError(
@@ -245,12 +232,10 @@ class PagePool:
             )
 
     def take_over(self, extents: Sequence[tuple[int, int]], fds: dict[int, int]) -> None:
-        """Acquire ownership of a peer's extents, all or none, inside of ``imports.unchanged()``.
+        """Acquire a peer's extents (id, nbytes), all or none, inside of ``imports.unchanged()``.
 
-        Args:
-            extents: (id, nbytes) of each extent.
-            fds: Descriptors, by id, of the extents that this process has not imported; each is
-                removed when it is used.
+        ``fds`` are descriptors, by id, of the extents that this process has not imported. Each is
+        removed when it is used.
 
         Raises:
             LeaseError: The extents would exceed the limit, or some were revoked.
@@ -288,12 +273,9 @@ class PagePool:
         return taken
 
     def make(self, nbytes: int, undo: contextlib.ExitStack, whole: bool) -> list[shim.Extent]:
-        """Create extents of ``nbytes`` in total.
+        """Create extents of ``nbytes`` in total: one if ``whole``, else pieces for any tag.
 
-        Args:
-            nbytes: Bytes of all extents.
-            undo: Releases them when it unwinds.
-            whole: Whether to create one extent instead of pieces that other tags can use.
+        Unwinding ``undo`` releases them.
 
         Raises:
             ShortOfMemory: The limit or the driver refuses an extent.

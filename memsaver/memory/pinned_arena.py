@@ -65,16 +65,10 @@ def room_bytes() -> int:
 
 
 def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
-    """Obtain adjacent ranges of resident host memory, all or none.
+    """Obtain adjacent ranges of resident host memory, all or none; return their addresses.
 
-    One range is pinned while the next are populated. A forked child does not have the memory.
-
-    Args:
-        sizes: Bytes of each range, multiples of HUGE_PAGE.
-        pinner: Pins the memory; None: no pinning.
-
-    Returns:
-        The address of each range.
+    ``sizes`` are multiples of HUGE_PAGE. One range is pinned, if there is a pinner, while the next
+    are populated. A forked child does not have the memory.
 
     Raises:
         MemoryError: The system has too little memory.
@@ -149,17 +143,11 @@ class PinnedPiece(NamedTuple):
 
 @dataclass
 class _Segment:
-    """Memory that was pinned in one call.
-
-    Attributes:
-        address: First byte.
-        nbytes: Size.
-        free: Unused parts, in order and never adjacent.
-    """
+    """Memory that was pinned in one call."""
 
     address: int
     nbytes: int
-    free: list[PinnedPiece] = field(default_factory=list)
+    free: list[PinnedPiece] = field(default_factory=list)  # in order, never adjacent
 
     @property
     def free_bytes(self) -> int:
@@ -169,11 +157,9 @@ class _Segment:
 class PinnedArena:
     """Host memory that is pinned once and reused for saved content. Thread-safe.
 
-    Args:
-        pinner: Pins the memory; None: no pinning.
-        budget_bytes: The most that the arena may hold. None: with the tiers of the KV cache, 0.8 of
-            the memory that machine and container have available, not counting 5 % of their memory
-            for Ray's memory monitor (`room_bytes`).
+    It holds at most ``budget_bytes``. If that is None, the arena and the tiers of the KV cache
+    together hold at most 0.8 of the memory that machine and container have available, not counting
+    5 % of their memory for Ray's memory monitor (`room_bytes`).
     """
 
     def __init__(self, pinner: Pinner | None, budget_bytes: int | None = None) -> None:
@@ -207,11 +193,7 @@ class PinnedArena:
             return self.committed_bytes - sum(segment.free_bytes for segment in self._segments)
 
     def take(self, nbytes: int, whole: bool = False) -> list[PinnedPiece]:
-        """Take few pieces of ``nbytes`` in total, rounded up and aligned to UNIT.
-
-        Args:
-            nbytes: Bytes of all pieces.
-            whole: Whether to take a single piece.
+        """Take few pieces, or one if ``whole``, of ``nbytes``, rounded up and aligned to UNIT.
 
         Raises:
             HostMemoryError: The arena may not grow that much. Nothing was taken.
@@ -247,13 +229,10 @@ class PinnedArena:
 
         There will be room for ``sizes`` now, and for all reservations together. A ``take`` uses the
         memory that is there, and waits for memory on its way. A refusal is not raised here, but by
-        the ``take`` that needs the memory.
+        the ``take`` that needs the memory. Reserving a tag of an owner again replaces its size.
 
-        Args:
-            owner: Owner of the reservation. Reserving a tag again replaces its size.
-            sizes: Bytes by tag.
-            bind: Called first in the background threads.
-            saved: Bytes, by tag, of content that is in the arena now and needs no second room.
+        ``bind`` is called first in the background threads. ``saved`` are the bytes, by tag, of
+        content that is in the arena now and needs no second room.
         """
         with self._lock:
             self._collect()

@@ -21,14 +21,10 @@ _PAGES = {"small": 2 << 20, "large": 20 << 20}  # bytes of a page in expandable 
 
 
 def outside_tags(segments: Iterable[Mapping[str, Any]], index: int) -> dict[str, int]:
-    """Return the bytes of a GPU that torch holds outside of all tags of this process.
+    """Return the bytes of a GPU that torch holds outside of all tags of this process, by name.
 
-    Args:
-        segments: torch's `memory_snapshot`.
-        index: Index of the GPU.
-
-    Returns:
-        Bytes by name: torch's cache, its tensors, and private pools (temporaries of graphs).
+    Names are torch's cache, its tensors, and private pools (temporaries of graphs). ``segments``
+    are torch's `memory_snapshot`.
     """
     cache, tensors, pools = 0, 0, 0
     for segment in segments:
@@ -45,12 +41,8 @@ def outside_tags(segments: Iterable[Mapping[str, Any]], index: int) -> dict[str,
 def releasable(segments: Iterable[Mapping[str, Any]], index: int) -> int:
     """Return the bytes of a GPU that torch releases when its cache is emptied.
 
-    These are segments without tensors, outside of tags and pools, and the unused pages of
-    expandable segments.
-
-    Args:
-        segments: torch's `memory_snapshot`.
-        index: Index of the GPU.
+    In ``segments``, torch's `memory_snapshot`, these are segments without tensors, outside of tags
+    and pools, and the unused pages of expandable segments.
     """
     return sum(
         _unused_pages(segment) if segment["is_expandable"] else segment["total_size"]
@@ -84,9 +76,8 @@ class TorchUse:
     def take(self, allocated: Hashable) -> tuple[int, int, int | None]:
         """Read torch's memory use outside of pools, and reset its peak.
 
-        Args:
-            allocated: A value that changes whenever tags gain or lose allocations. Only then are
-                the bytes of pools measured again, which takes milliseconds.
+        ``allocated`` is a value that changes whenever tags gain or lose allocations. Only then are
+        the bytes of pools measured again, which takes milliseconds.
 
         Returns:
             (bytes reserved now, most reserved since the last call, bytes used on the device by all
@@ -185,11 +176,7 @@ def registering_hook() -> str | None:
 
 
 def check_segments() -> None:
-    """Check, before a tag gets segments of torch's allocator, that NCCL will not register them.
-
-    Raises:
-        StateError: It would.
-    """
+    """Raise ``StateError`` if NCCL would register segments that torch's allocator puts on a tag."""
     if name := registering_hook():
         raise StateError(
             f"{name} is set: torch registers the pages of all its segments, tags included, "
@@ -198,12 +185,9 @@ def check_segments() -> None:
 
 
 def check_capture(tag: str) -> None:
-    """Check, before a graph is captured on a tag, that NCCL will not register its collectives.
+    """Raise ``StateError`` if NCCL would register collectives of a graph captured on a tag.
 
     This is for graphs of other projects: our own engine's collectives use buffers outside of tags.
-
-    Raises:
-        StateError: It would.
     """
     if not registers_graphs() or not dist.is_available() or not dist.is_initialized():
         return

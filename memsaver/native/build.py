@@ -19,11 +19,7 @@ from memsaver.system.files import cache_dir
 
 
 def find_compiler(names: Sequence[str], purpose: str) -> str:
-    """Return the path of the first compiler of ``names`` that is installed.
-
-    Raises:
-        CompilerError: None of them is.
-    """
+    """Return the path of the first of ``names`` that is installed, or raise ``CompilerError``."""
     for name in names:
         if path := shutil.which(name):
             return path
@@ -39,14 +35,9 @@ def build_library(
 ) -> Path:
     """Return the library of these sources from the cache, where it is compiled on first use.
 
-    Safe under concurrent builds: the library appears under its name when it is complete.
-
-    Args:
-        stem: File name without digest and suffix.
-        sources: Files to compile.
-        flags: Arguments of the compiler after the sources.
-        compilers: Names of compilers, the preferred one first.
-        purpose: Beginning of an error message: why the library is compiled, and the remedy.
+    Safe under concurrent builds: the library appears under its name when it is complete. The first
+    of ``compilers`` that is installed is used. ``purpose`` begins the error messages: it tells why
+    the library is compiled, and the remedy.
 
     Raises:
         CompilerError: No compiler is installed, it failed, or the cache cannot be written.

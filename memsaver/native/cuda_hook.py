@@ -114,7 +114,7 @@ def _own_regions() -> list[_Regions]:
 
 @contextlib.contextmanager
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
-    """Enter a new pool, which can use the dead blocks of ended regions: they are freed first."""
+    """Enter a new pool and free the dead blocks of ended regions, whose memory it can then use."""
     regions = _open.__dict__.setdefault(str(device), _Regions(device.index))
     with contextlib.ExitStack() as undo:
         pool = _new_open_pool(slot, device)
@@ -166,11 +166,7 @@ class _Regions:
         return pool is not None
 
     def serve(self) -> None:
-        """Serve the innermost pool, unless one is served already.
-
-        Raises:
-            StateError: The pools are another thread's.
-        """
+        """Serve the innermost pool if none is served; raise ``StateError`` in another thread."""
         global _in_use
         if self._served is not None or not self._pools:
             return

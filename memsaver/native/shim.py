@@ -21,7 +21,7 @@ _RECENT = 1024
 
 
 class Operation(enum.IntEnum):
-    """Operation of the CUDA driver, or on the host of the kernel, numbered as in ``shim.h``."""
+    """A call of the CUDA driver or, on the host, of the kernel; numbered as in ``shim.h``."""
 
     CREATE = 0
     RELEASE = 1
@@ -92,21 +92,13 @@ class Driver(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of physical memory.
+    """A piece of physical memory."""
 
-    Attributes:
-        handle: memfd or CUDA handle, valid in this process.
-        id: Identifier that is the same in every process.
-        offset: First byte in the arena; 0 in the page pool.
-        nbytes: Size.
-        shared: Whether another process has imported the extent.
-    """
-
-    handle: int
-    id: int
-    offset: int
+    handle: int  # memfd or CUDA handle, valid in this process
+    id: int  # the same in every process
+    offset: int  # first byte in the arena; 0 in the page pool
     nbytes: int
-    shared: bool = False
+    shared: bool = False  # whether another process has imported the extent
 
 
 _PROTOTYPE = re.compile(r"^(\w+ \*?)(ms_\w+)\(([^)]*)\);", re.MULTILINE)

@@ -38,15 +38,10 @@ def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
 
 
 def digest_by_torch(grid: Tensor, index_base: int, index_pitch: int) -> int:
-    """Digest a tensor [rows, width] in blocks of one size, smaller only at the edges.
+    """Return the digest, in [0, 2**64), of a tensor [rows, width].
 
-    Args:
-        grid: Elements of 1, 2 or 4 bytes, with any strides.
-        index_base: Number of the first element.
-        index_pitch: Increase of the number from row to row.
-
-    Returns:
-        The digest, in [0, 2**64).
+    Elements have 1, 2 or 4 bytes, and any strides. Their numbers begin at `index_base` and increase
+    by `index_pitch` from row to row. Blocks have one size, and are smaller only at the edges.
     """
     bits, device = grid.detach().view(_BITS[grid.element_size()]), grid.device
     rows, width = bits.shape

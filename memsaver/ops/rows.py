@@ -30,45 +30,25 @@ Strides = Sequence[int]
 
 
 class Row(NamedTuple):
-    """One strided copy.
+    """One strided copy. Pitches are in elements, from one row to the next."""
 
-    Attributes:
-        source: Address of the first element; 0 without a source.
-        target: First byte, as an offset in the target of a run, or as an address.
-        width: Adjacent elements in a row.
-        index_base: Number of the first element in the digest.
-        rows: Number of rows.
-        source_pitch: Elements from one row to the next in the source.
-        target_pitch: Elements from one row to the next in the target.
-        index_pitch: Increase of the number from one row to the next.
-    """
-
-    source: int
-    target: int
-    width: int
-    index_base: int
+    source: int  # address of the first element; 0 without a source
+    target: int  # first byte: an offset in the target of a run, or an address
+    width: int  # adjacent elements in a row
+    index_base: int  # number of the first element in the digest
     rows: int
     source_pitch: int
     target_pitch: int
-    index_pitch: int
+    index_pitch: int  # increase of the number
 
 
 class Rows(NamedTuple):
-    """Rows of the table with one source and one target dtype.
-
-    Attributes:
-        table: The rows.
-        dtype: The dtype of the target.
-        source: Tensor that has the sources of the rows, to be cast to `dtype`; None: the targets
-            are only digested.
-        memory: Tensor that has the targets, which are addresses; None: targets are offsets in the
-            target of a run.
-    """
+    """Rows of the table with one source and one target dtype."""
 
     table: Sequence[Row]
-    dtype: torch.dtype
-    source: Tensor | None = None
-    memory: Tensor | None = None
+    dtype: torch.dtype  # of the target
+    source: Tensor | None = None  # has the sources, to be cast to `dtype`; None: only digest
+    memory: Tensor | None = None  # has the targets, which are addresses; None: they are offsets
 
     @property
     def end(self) -> int:
@@ -97,7 +77,7 @@ def box_rows(
     source: Tensor | None = None,
     start: Sequence[int] = (),
 ) -> Rows:
-    """Describe a box of elements by as few rows as its strides allow.
+    """Describe each element of a box once, by as few rows as its strides allow; none if empty.
 
     Args:
         shape: Shape of the box.
@@ -108,12 +88,6 @@ def box_rows(
         index_strides: Increase of the number along each dimension.
         source: Tensor with the same number of dimensions, and any strides, to copy the box from.
         start: Index of the box's first element in `source`.
-
-    Returns:
-        Rows that contain each element of the box once; none for a box without elements.
-
-    Raises:
-        ValueError: The elements do not have 1, 2 or 4 bytes.
     """
     if dtype.itemsize not in (1, 2, 4):
         raise ValueError(f"rows have elements of 1, 2 or 4 bytes, got {dtype}")
@@ -145,10 +119,9 @@ def dot(index: Sequence[int], strides: Strides) -> int:
 
 
 def _joined(shape: Sequence[int], *strides: Strides) -> list[tuple[int, ...]]:
-    """Merge dimensions that continue each other in every space.
+    """Return (size, a stride in each space) of each dimension, outermost first.
 
-    Returns:
-        (size, a stride in each space) of each dimension, outermost first.
+    Dimensions that continue each other in every space are merged.
     """
     dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] > 1]
     joined: list[tuple[int, ...]] = []
@@ -163,12 +136,7 @@ class RowCopies:
     """Rows that are copied or digested repeatedly, on a GPU in few launches from one table.
 
     Sources must keep their addresses. The table takes less than 16 MiB of device memory, however
-    large the model is.
-
-    Args:
-        rows: The rows.
-        device: Device of the sources, and of memory that is only digested.
-        impl: The kernel or torch; "auto": the kernel on a GPU.
+    large the model is. `device` is that of the sources, and of memory that is only digested.
     """
 
     def __init__(self, rows: Sequence[Rows], device: torch.device, impl: Impl = "auto") -> None:
@@ -191,14 +159,9 @@ class RowCopies:
     def start(self, target: Tensor | None = None, programs: int | None = None) -> None:
         """Begin to write into `target`, or to digest it, on the current stream.
 
-        Args:
-            target: Contiguous uint8 tensor in which the rows' targets are offsets; None if all rows
-                have `memory`.
-            programs: Number of programs that run the table, which leaves the rest of the device to
-                other kernels; None: one program for each chunk.
-
-        Raises:
-            ValueError: The target is too short or does not consist of bytes. Nothing was written.
+        `target` is a contiguous uint8 tensor in which the rows' targets are offsets; None if all
+        rows have `memory`. `programs`, at least 1, limits the programs of a launch, which leaves
+        the rest of the device to other kernels (None: one program for each chunk).
         """
         if target is not None and (
             target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end
@@ -270,30 +233,21 @@ def _row_by_torch(target: Tensor, rows: Rows, row: Row, base: int) -> int:
 def digest(
     tensor: Tensor, index_base: int, impl: Impl = "auto", *, index_pitch: int | None = None
 ) -> int:
-    """Compute the digest of one tensor, as `memsaver.ops.digest` defines it.
+    """Return the digest of one tensor, in [0, 2**64), as `memsaver.ops.digest` defines it.
 
-    Args:
-        tensor: Elements of 1, 2 or 4 bytes.
-        index_base: Number of the first element.
-        impl: The kernel or torch; "auto": the kernel on a GPU.
-        index_pitch: Increase of the number from row to row of a tensor [rows, width]; None:
-            elements have consecutive numbers.
-
-    Returns:
-        The digest, in [0, 2**64). It is additive: digest(whole, b) == (digest(head, b) +
-        digest(tail, b + len(head))) % 2**64.
+    Elements have 1, 2 or 4 bytes. Their numbers begin at `index_base` and are consecutive or, with
+    an `index_pitch`, increase by it from row to row of a tensor [rows, width]. Digests add up:
+    digest(whole, b) == (digest(head, b) + digest(tail, b + len(head))) % 2**64.
     """
     pitches = None if index_pitch is None else (index_pitch, 1)
     return RowCopies([tensor_rows(tensor, index_base, pitches)], tensor.device, impl).run()
 
 
 def digest_table(parts: Sequence[tuple[Tensor, int]]) -> RowCopies:
-    """Build a table that digests many tensors as one, repeatedly.
+    """Build a table that digests many tensors of one device as one, repeatedly.
 
-    The tensors must keep their addresses; their memory may be paused between runs.
-
-    Args:
-        parts: Tensors of one device, each with the number of its first element.
+    Each tensor comes with the number of its first element, and must keep its address; its memory
+    may be paused between runs.
     """
     device = parts[0][0].device if parts else torch.device("cpu")
     return RowCopies([tensor_rows(*part) for part in parts], device)
@@ -302,11 +256,8 @@ def digest_table(parts: Sequence[tuple[Tensor, int]]) -> RowCopies:
 def tensor_rows(tensor: Tensor, index: int, index_strides: Strides | None = None) -> Rows:
     """Build rows that digest a tensor in place.
 
-    Args:
-        tensor: Elements of 1, 2 or 4 bytes, with any strides.
-        index: Number of the first element.
-        index_strides: Increase of the number along each dimension; None: elements have consecutive
-            numbers.
+    Elements have 1, 2 or 4 bytes, and any strides. Their numbers begin at `index` and increase by
+    `index_strides` along the dimensions (None: they are consecutive).
     """
     rows = box_rows(
         tensor.shape,

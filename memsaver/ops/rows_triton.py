@@ -21,8 +21,8 @@ from memsaver.ops.hash import GOLDEN, MASK64, MUL32
 
 MIN_CHUNK = 1 << 15  # elements: a whole number of blocks of every kernel instance
 _MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
-_LONG = 4  # chunks of a row from which on it is a run: at most a quarter more programs than chunks
-_ALIGN = 16  # bytes of an aligned access; aligned runs have a multiple of as many elements
+_LONG = 4  # rows of at least this many chunks become runs: a quarter more programs at most
+_ALIGN = 16  # bytes of an aligned access; the elements of an aligned run are a multiple of it, too
 _SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # columns of `memsaver.ops.rows.Row`
 _PITCHES = slice(5, 8)
 
@@ -43,19 +43,12 @@ Tables = Mapping[tuple[torch.dtype | None, torch.dtype], Sequence[tuple[int, ...
 
 
 class Launch(NamedTuple):
-    """The programs of one kind.
+    """The programs of one kind, on the device; `cut` describes programs and shapes."""
 
-    Attributes:
-        constants: Compile-time arguments of the kernel.
-        programs: int64 [n, 6] on the device (see `cut`).
-        shapes: int64 [shapes, 4] on the device (see `cut`); empty for runs.
-        partials: int64 [n], to which programs write their sums.
-    """
-
-    constants: dict[str, Any]
-    programs: Tensor
-    shapes: Tensor
-    partials: Tensor
+    constants: dict[str, Any]  # compile-time arguments of the kernel
+    programs: Tensor  # int64 [n, 6]
+    shapes: Tensor  # int64 [shapes, 4]; empty for runs
+    partials: Tensor  # int64 [n], to which programs write their sums
 
 
 class DeviceTable:
@@ -86,14 +79,9 @@ class DeviceTable:
         return self._partials.nbytes + sum(tables)
 
     def launch(self, base: int, programs: int | None = None) -> None:
-        """Start all rows on the current stream.
+        """Start all rows on the current stream, with `base` added to their targets.
 
-        Args:
-            base: Address to add to the rows' targets.
-            programs: See `RowCopies.start`.
-
-        Raises:
-            ValueError: `programs` is less than one.
+        `RowCopies.start` describes `programs`.
         """
         assert base % _ALIGN == 0
         if programs is not None and programs < 1:
@@ -153,12 +141,9 @@ def _chunk(elements: int) -> int:
 def cut(
     table: Tensor, widths: tuple[int, int], chunk: int
 ) -> Iterator[tuple[bool, bool, Tensor, Tensor]]:
-    """Cut rows into programs of at most `chunk` elements.
+    """Cut rows, int64 [rows, 8], into programs of at most `chunk` elements.
 
-    Args:
-        table: int64 [rows, 8].
-        widths: Bytes of a source and of a target element.
-        chunk: Elements, a power of two, 16 or more.
+    `chunk` is a power of two, 16 or more; `widths` are the bytes of a source and a target element.
 
     Yields:
         (aligned, grid, programs, shapes) of one kind. The columns of programs, int64 [n, 6], are
@@ -205,12 +190,10 @@ def _runs(table: Tensor, widths: tuple[int, int]) -> Tensor:
 
 
 def _moved(runs: Tensor, elements: Tensor, widths: tuple[int, int]) -> Tensor:
-    """Advance the beginning of runs.
+    """Advance the beginning of runs, int64 [runs, 4 or more], by `elements`.
 
-    Args:
-        runs: int64 [runs, 4 or more].
-        elements: int64 [runs, 3], by how many elements in source, target and numbers, or [runs, 1].
-        widths: Bytes of a source and of a target element.
+    These are int64 [runs, 3], in source, target and numbers, or [runs, 1] for all three. `widths`
+    are the bytes of a source and a target element.
     """
     runs = runs.clone()
     elements = elements.expand(-1, 3)

@@ -174,8 +174,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def lock_folder() -> Path:
     """Return the private folder of the lock files, created on first use.
 
-    Raises:
-        BackendError: The folder cannot be created, or other users could have tampered with it.
+    Raise ``BackendError`` if it cannot be created, or if other users could have tampered with it.
     """
     folder = _place()
     try:

@@ -24,15 +24,7 @@ Impl = Literal["auto", "torch", "triton"]
 
 
 def use_triton(impl: Impl, device: torch.device) -> bool:
-    """Return whether to run the Triton kernel rather than the torch reference.
-
-    Args:
-        impl: "triton", "torch", or "auto" for Triton on CUDA and torch elsewhere.
-        device: The device of the tensors.
-
-    Raises:
-        ValueError: `impl` is unknown.
-    """
+    """Return whether to run the Triton kernel, which "auto" selects on CUDA, instead of torch."""
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f"unknown impl {impl!r}; use 'auto', 'torch' or 'triton'")
     return impl == "triton" or (impl == "auto" and device.type == "cuda")

@@ -68,19 +68,12 @@ def _listed(nvml: Any, kind: str, handle: int) -> dict[int, int | None]:
 
 
 def holders(uuid: str, unaccounted: int, accounted: int) -> dict[str, int]:
-    """Attribute unaccounted bytes to other processes, the largest first, and a rest.
+    """Attribute unaccounted bytes to other processes, by name, the largest first, and a rest.
 
-    NVML counts a leased tag in the peer's bytes, too, so the largest process is cut to make the
-    values add up to ``unaccounted``. If NVML does not list this process, its process ids belong to
-    another namespace, and no process is named.
-
-    Args:
-        uuid: UUID of the GPU.
-        unaccounted: Bytes used on the GPU, less ``accounted``.
-        accounted: Bytes that this process's savers and torch hold.
-
-    Returns:
-        Bytes by name.
+    ``accounted`` are the bytes that this process's savers and torch hold; ``unaccounted`` are all
+    others in use on the GPU. NVML counts a leased tag in the peer's bytes, too, so the largest
+    process is cut to make the values add up to ``unaccounted``. If NVML does not list this process,
+    its process ids belong to another namespace, and no process is named.
     """
     if unaccounted <= 0:
         return {}

@@ -133,11 +133,9 @@ def _call_noted() -> None:
 
 
 class _Gate:
-    """A signal handler that stands in for ``handler``.
+    """A signal handler that stands in for ``handler``, and calls it immediately or delayed.
 
-    Args:
-        handler: The handler that is called, now or delayed.
-        before: The handler of the signal's previous gate.
+    ``before`` is the handler of the signal's previous gate.
     """
 
     def __init__(self, handler: _Handler, before: _Handler | None) -> None:

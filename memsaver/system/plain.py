@@ -28,11 +28,7 @@ class Plain:
         self._records = {record.__name__: record for record in records}
 
     def text(self, value: Any) -> str:
-        """Encode a value.
-
-        Raises:
-            TypeError: The value contains an object of another type, which the message names.
-        """
+        """Encode a value; a ``TypeError`` names the type of an object that is not plain."""
         return json.dumps(self._plain(value), separators=(",", ":"))
 
     def value(self, text: str) -> Any:
@@ -96,14 +92,10 @@ _VALUES = Plain()
 
 
 def all_gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather every rank's value, like torch's all_gather_object but without pickle.
+    """Gather all values in order of rank, like torch's all_gather_object but without pickle.
 
-    Args:
-        value: This rank's value, of JSON's values, tuples, sets, bytes and mappings.
-        group: The process group; None: the default group.
-
-    Returns:
-        The values by rank.
+    Values consist of JSON's values, tuples, sets, bytes and mappings. Without a group, the default
+    group is used.
     """
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -118,16 +110,10 @@ def gather_texts(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> list[str]:
-    """Gather every rank's text.
+    """Gather the texts of all ranks of a group, in order of rank.
 
-    Args:
-        text: This rank's text.
-        group: The process group, all of whose ranks call this.
-        device: Device on which the group exchanges tensors; None: the CPU.
-        timeout: Timeout of each of the two collectives; None: the group's.
-
-    Returns:
-        The texts by rank.
+    The group exchanges tensors on ``device``, by default the CPU. Each of the two collectives has
+    ``timeout``, by default the group's.
     """
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)

@@ -16,23 +16,14 @@ SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block of a page.
-
-    Attributes:
-        page: The page's path.
-        line: Number of the block's first line of code, from 1.
-        language: The word after the fence; empty if there is none.
-        options: The text after the language.
-        text: The code.
-        not_run: The reason given in the comment above the block; None if there is none.
-    """
+    """One fenced block of a page."""
 
     page: Path
-    line: int
-    language: str
-    options: str
+    line: int  # number of the first line of code, from 1
+    language: str  # the word after the fence; may be empty
+    options: str  # the text after the language
     text: str
-    not_run: str | None
+    not_run: str | None  # the reason in the comment above the block
 
     @property
     def snippet(self) -> str | None:
@@ -41,11 +32,7 @@ class Block:
         return match[1] if match else None
 
     def compile(self) -> object:
-        """Compile the block so that tracebacks name the page and the line.
-
-        Raises:
-            SyntaxError: The block is not Python.
-        """
+        """Compile the block so that tracebacks name the page and the line."""
         return compile("\n" * (self.line - 1) + self.text, str(self.page), "exec")
 
 

@@ -52,7 +52,7 @@ def _weight_sync(folder: Path) -> Iterator[Names]:
 
 
 def _other_trainers(folder: Path) -> Iterator[Names]:
-    """Provide a model with torchtitan's names, an adapter to Hugging Face's, and a rollout."""
+    """Provide a model with torchtitan's names, an adapter to Hugging Face's, and an engine."""
     from types import SimpleNamespace
 
     from transformers import AutoModelForCausalLM

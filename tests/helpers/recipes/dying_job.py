@@ -34,9 +34,10 @@ class Killing:
 def rollout_actors() -> list[int]:
     """Return the pids of rollout actors below the raylet of this job."""
     raylet = next(parent for parent in psutil.Process().parents() if parent.name() == "raylet")
-    below = raylet.children(recursive=True)
     return [
-        child.pid for child in below if (child.cmdline() or [""])[0].startswith("ray::RolloutActor")
+        process.pid
+        for process in raylet.children(recursive=True)
+        if (process.cmdline() or [""])[0].startswith("ray::RolloutActor")
     ]
 
 

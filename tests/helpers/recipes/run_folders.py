@@ -50,7 +50,7 @@ def eval_row(step, exact_match, **more):
 
 
 def add_step(folder, step, **more):
-    """Add spans, events and row of a step that takes exactly a second."""
+    """Add the spans, events and row of a step that takes exactly one second."""
     start = time = SESSION + step
     for name, seconds in STAGES.items():
         folder.run.spans.append(Span(name, time, time + seconds))
@@ -71,14 +71,10 @@ def add_step(folder, step, **more):
 
 
 def make_run(path, steps=6, done=None, plan=None, **more):
-    """Build the folder of a run with an evaluation before the first and after the last step.
+    """Build the folder of a run of `steps` steps, or of one that was killed after `done` steps.
 
-    Args:
-        path: The folder.
-        steps: Steps of the recipe.
-        done: Steps after which the run was killed; None: it finished.
-        plan: Content of plan.json.
-        **more: Further figures of every step.
+    It has an evaluation before the first step and, if the run finished, one after the last. `plan`
+    is the content of plan.json, and `more` are further figures of every step.
     """
     folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
     folder.run.spans.append(Span("build", SESSION, SESSION + 1))

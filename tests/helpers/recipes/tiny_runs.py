@@ -16,7 +16,7 @@ from recipes.run import start_run
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2")
 SMALL_PPO = ("ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2")
-OF_THE_CLOCK = (
+CLOCK_FIGURES = (  # these differ between runs of one recipe
     "step_seconds",
     "tokens_per_second",
     "stages",
@@ -28,11 +28,11 @@ OF_THE_CLOCK = (
 
 Row = dict[str, Any]
 MakeRun = Callable[..., Path]
-"""(recipe, *overrides) -> the folder of that run, which runs once; tests must not change it."""
+"""(recipe, *overrides) -> the run's folder; equal calls share it, so tests must not change it."""
 
 
 def rows(folder: Path, kind: str | None = None, until: int | None = None) -> list[Row]:
-    """Return the rows of metrics.jsonl, perhaps of one kind and up to a step."""
+    """Return the rows of metrics.jsonl, only of one kind or up to a step if these are given."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         row
@@ -44,7 +44,7 @@ def rows(folder: Path, kind: str | None = None, until: int | None = None) -> lis
 def without_clock(measured: Iterable[Row]) -> list[Row]:
     """Return the rows with only the figures that every run of a recipe repeats."""
     return [
-        {key: value for key, value in row.items() if key not in OF_THE_CLOCK} for row in measured
+        {key: value for key, value in row.items() if key not in CLOCK_FIGURES} for row in measured
     ]
 
 
