@@ -475,10 +475,12 @@ class MemorySaver:
             TagError: A tag is unknown.
             BackendError: The content could not be restored. The tags stay paused, and their content
                 is kept.
-            ValueError: Memory is short, and `at_least` is given for several tags or for a tag with
-                saved content. Nothing has changed.
+            ValueError: `at_least` is given for several tags, or for a tag with saved content.
+                Nothing has changed.
         """
         with self._operation():
+            if at_least is not None:
+                self._transactions.check_partial(self._select(tags))
             with self._resuming(tags) as arenas:
                 self._transactions.resume(arenas, at_least)
 

@@ -53,7 +53,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _plan(arguments: Namespace) -> int:
-    """Print the bytes of every stage before a run; exit status 3: the recipe does not fit."""
+    """Print the bytes of every stage before a run; the exit status is 3 if it does not fit."""
     from recipes.planner.command import plan_recipe
 
     recipe, overrides = recipe_and_overrides(arguments)
@@ -97,7 +97,7 @@ def _report(arguments: Namespace) -> int:
 
 
 def _doctor(arguments: Namespace) -> int:
-    """Check this machine; exit status 1: a check failed."""
+    """Check this machine; the exit status is 1 if a check fails."""
     from memsaver.doctor import report
 
     return report(arguments.device)
@@ -107,7 +107,7 @@ DESCRIPTION = """\
 RL post-training of language models; trainer and rollout engine share one device's memory."""
 EPILOG = """\
 examples:
-  memsaver doctor                                does this machine have all that memsaver needs?
+  memsaver doctor                                check that this machine has all that memsaver needs
   memsaver recipes                               list the packaged recipes
   memsaver run tiny                              a random model learns a toy task in a minute
   memsaver run qwen2.5-0.5b                      a random model of that shape, to measure a GPU
@@ -188,10 +188,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    It works in any thread and restores signal handlers.
-
-    Args:
-        argv: Words of the command line; None: those of the process.
+    `argv` defaults to the command line of the process. The function works in any thread and
+    restores signal handlers.
     """
     arguments = parse(argv)
     with interrupts() as interrupted:
@@ -220,11 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def interrupts() -> Iterator[list[int]]:
     """Raise KeyboardInterrupt for SIGINT and SIGTERM inside the block.
 
-    The list also tells of signals whose KeyboardInterrupt a library turned into another error.
-    Python handles signals in the main thread only, so in another thread this changes nothing.
-
-    Yields:
-        The list of signal numbers received, which grows as they arrive.
+    The block gets the list of received signal numbers, which grows as signals arrive. It also has
+    the signals whose KeyboardInterrupt a library turned into another error. Python handles signals
+    in the main thread only, so in another thread this changes nothing.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

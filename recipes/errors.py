@@ -15,16 +15,19 @@ class RecipeError(ValueError):
 
 
 class ScorerError(ValueError):
-    """A scorer that raised or returned no score; one line with task, problem, answer, remedy."""
+    """A scorer that raised or returned no valid score.
+
+    The message is one line with task, cause, problem, answer and remedy.
+    """
 
 
 class RunError(RuntimeError):
     """A run that failed (exit status 1); the message is one line.
 
-    Attributes:
-        stage: Stage that failed.
-        cause: Cause of the failure.
-        remedy: What to do; only in the message.
+    Args:
+        stage: Stage that failed; also an attribute.
+        cause: Cause of the failure; also an attribute.
+        remedy: What the user can do; only in the message. None: the message ends with the cause.
     """
 
     def __init__(self, stage: str, cause: str, remedy: str | None = None) -> None:
@@ -43,7 +46,7 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(value: Any, limit: int = 120) -> str:
-    """Return a value on one line, as an override would set it; longer texts are cut."""
+    """Return a value on one line, as an override would set it, cut to `limit` characters."""
     if isinstance(value, list) and all(isinstance(item, str | int) for item in value):
         text = f"[{','.join(map(str, value))}]"
     elif value is None or isinstance(value, bool):

@@ -65,17 +65,10 @@ def compute_advantages(
 ) -> list[float]:
     """Compare each reward with the mean of its group.
 
-    A group whose rewards are equal, or differ by rounding only (`spread_of`), gets zeros. The
-    deviation is the population's. TRL and verl divide by the sample deviation: with 8 samples a
-    prompt, advantages here are 1.07 times theirs, with 2 samples 1.41 times.
-
-    Args:
-        rewards: Rewards of all answers, those of a group adjacent.
-        group_size: Answers in a group.
-        normalize_std: Whether to divide by the group's standard deviation.
-
-    Returns:
-        The advantage of each answer.
+    In `rewards`, the answers of a group are adjacent. A group whose rewards are equal, or differ by
+    rounding only (`spread_of`), gets zeros. `normalize_std` divides by the group's population
+    deviation. TRL and verl divide by the sample deviation: with 8 samples a prompt, advantages here
+    are 1.07 times theirs, with 2 samples 1.41 times.
     """
     advantages: list[float] = []
     for group in groups_of(rewards, group_size):
@@ -88,9 +81,8 @@ def compute_advantages(
 def signal_of(rewards: Sequence[float], group_size: int) -> dict[str, int]:
     """Count the groups that teach nothing, for metrics.jsonl.
 
-    Returns:
-        `groups_without_signal`, the groups whose advantages are all 0, and among them
-        `groups_within_rounding`, whose rewards differ by rounding only.
+    `groups_without_signal` are the groups whose advantages are all 0; `groups_within_rounding` are
+    those among them whose rewards differ by rounding only.
     """
     flat = [set(group) for group in groups_of(rewards, group_size) if not spread_of(group)]
     rounded = sum(len(different) > 1 for different in flat)

@@ -68,12 +68,10 @@ class Loop(abc.ABC):
         """Run one step, which begins and ends in the cycle's state "train"; return its figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Run all steps from `first_step` on, then the last evaluation.
+        """Run all steps from `first_step` on (a new run begins with 1), then the last evaluation.
 
-        Args:
-            first_step: Number of the first step; the run's first is 1.
-            save: Saves a checkpoint of a step: when one is due, and when the run is asked to stop,
-                unless the recipe makes no checkpoints.
+        `save` saves the checkpoint of a step. It is called when a checkpoint is due, and when the
+        run is asked to stop, but never with `checkpoint.every` 0.
         """
         recipe, every = self.setup.recipe, self.setup.recipe.checkpoint.every
         with Stopping(self.monitor.view.note if every else None) as stopping:
@@ -183,16 +181,12 @@ _TEXT = (
 class Stopping:
     """Context manager that defers the first SIGINT or SIGTERM until `leave` is called.
 
-    A second signal takes effect immediately. Python handles signals in the main thread only, so in
-    another thread this changes nothing.
+    `tell` shows a line to the user; without it, no signal is deferred. A second signal takes effect
+    immediately. Python handles signals in the main thread only, so in another thread this changes
+    nothing.
     """
 
     def __init__(self, tell: Callable[[str], None] | None) -> None:
-        """Create a deferral.
-
-        Args:
-            tell: Shows a line to the user; None: defer nothing.
-        """
         self.asked: int | None = None  # the deferred signal
         self._tell = tell
         self._before: dict[int, Any] = {}
@@ -247,23 +241,15 @@ class Samples:
     routed_experts: list[NDArray[Any] | None] | None = None
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
-        """Return the trainer's batch.
-
-        Args:
-            temperature: Temperature of the log-probabilities.
-            **learning: Further fields of `SequenceBatch`.
-        """
+        """Return the trainer's batch, with further fields of `SequenceBatch` in `learning`."""
         ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
         return SequenceBatch(**ids, temperature=temperature, **learning)
 
 
 def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
-    """Sample answers to the prompts of a step.
+    """Sample answers to the prompts of a step, whose number decides prompts and seeds.
 
-    Args:
-        rollout: The engine, which must be awake.
-        setup: The prepared recipe.
-        step: Number of the step, which decides prompts and seeds.
+    The rollout must be awake.
     """
     recipe = setup.recipe
     problems = pick_problems(setup.task.kinds, recipe.loop.prompts_per_step, recipe.seed, step)
@@ -314,12 +300,6 @@ def pick_problems(
 
     Over all steps, the kinds alternate, and each kind runs through one permutation after another.
     So a problem returns only after all problems of its kind have been taken.
-
-    Args:
-        kinds: Training problems of each kind.
-        count: Number of prompts in a step.
-        seed: Seed of the recipe.
-        step: Number of the step.
     """
     per_kind = -(-count // len(kinds))
     picked: list[Problem] = []
@@ -425,11 +405,11 @@ def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
 
     This is the estimator k3 of Schulman, "Approximating KL Divergence" (2020).
     """
-    ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
-    return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
+    log_ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
+    return math.fsum(math.expm1(ratio) - ratio for ratio in log_ratios) / len(log_ratios)
 
 
 def pairs(first: PerToken, second: PerToken) -> list[tuple[float, float]]:
-    """Return both numbers of every token, answer by answer."""
+    """Return the two numbers of every token, answer by answer."""
     rows = zip(first, second, strict=True)
     return list(chain.from_iterable(zip(*row, strict=True) for row in rows))

@@ -102,17 +102,8 @@ def token_rewards(
 ) -> PerToken:
     """Return the reward of every token.
 
-    It is -kl_coef * (policy - reference log-probability), plus the answer's reward at its last
-    token.
-
-    Args:
-        rewards: Reward of each answer.
-        logprobs: The policy's log-probability of each token.
-        ref_logprobs: The reference's; None: no penalty.
-        kl_coef: Weight of the penalty.
-
-    Raises:
-        ValueError: The lists differ in their numbers of answers or tokens.
+    It is -kl_coef * (policy - reference log-probability), or 0 without `ref_logprobs`. The last
+    token of an answer gets the answer's reward in addition.
     """
     if ref_logprobs is None:
         per_token = [[0.0] * len(row) for row in logprobs]
@@ -131,13 +122,8 @@ def compute_advantages(
 ) -> tuple[PerToken, PerToken]:
     """Return generalized advantage estimates and returns (advantage + value) of every token.
 
-    An answer cut off by max_tokens is not bootstrapped: no reward follows its last token.
-
-    Args:
-        rewards: Reward of each token.
-        values: The critic's value of each token.
-        gamma: Discount of later rewards.
-        gae_lambda: Decay of the estimation.
+    `rewards` and `values` have a number for each token. The value after the last token of an answer
+    is 0, also for an answer cut off by max_tokens (no bootstrap).
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
     Estimation" (2016).
@@ -162,7 +148,7 @@ def _estimates(
 
 
 def whiten(numbers: PerToken) -> PerToken:
-    """Shift and scale to mean 0 and deviation 1 over all tokens; equal numbers become zeros."""
+    """Normalize to mean 0 and deviation 1 over all tokens; equal numbers become zeros."""
     flat = list(chain.from_iterable(numbers))
     mean, scale = statistics.fmean(flat), spread_of(flat) or math.inf
     return _map_tokens(lambda number: (number - mean) / scale, numbers)

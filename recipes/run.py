@@ -62,7 +62,8 @@ def continue_run(
         The folder of the run.
 
     Raises:
-        RecipeError: There is nothing to continue, or another key differs: the first is named.
+        RecipeError: There is nothing to continue, the recipe cannot run here, or another key, the
+            prompts or the initial weights differ from those of the run.
         RunError: The run failed.
     """
     saved_file, option = run_dir / "recipe.yaml", f"--resume {run_dir}"
@@ -105,12 +106,8 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
 def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, note: str = "") -> None:
     """Run a prepared recipe; restart it from the last checkpoint when a worker is lost.
 
-    Args:
-        setup: The prepared run; its recipe has more keys decided.
-        recipe: The recipe as asked for.
-        folder: Folder of the run.
-        resume: Whether to continue from the last checkpoint.
-        note: Ends the first line of the view.
+    `recipe` is the user's recipe; that of `setup` has more keys decided. `note` ends the first line
+    of the view.
     """
     allowed = recipe.checkpoint.max_restarts
     opening = (

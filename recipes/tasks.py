@@ -70,8 +70,8 @@ class Task:
         train: Problems to train on.
         held_out: Problems to evaluate on.
         score: Scorer of an answer.
-        also_train: Problems of further kinds to train on, by kind; a step takes equally many of
-            each kind.
+        also_train: Problems of further kinds to train on, by kind; a step takes equally many
+            problems of each kind.
         beside: Held-out problems of further kinds, by kind, such as "2_digits".
         words: All words of questions and answers, for the tokenizer of a random model; empty: the
             task needs a real model.
@@ -122,7 +122,7 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
         also_digits: Further numbers of digits to evaluate (chain_sum only).
 
     Raises:
-        RecipeError: There is no such task, or no problem to train or to evaluate on.
+        RecipeError: The task cannot be built, or has no problem to train or to evaluate on.
     """
     task = _own_task(section) if ":" in section.name else _packaged_task(section, also_digits)
     key = "task.held_out_fraction"
@@ -141,12 +141,7 @@ def score_answer(task: Task, problem: Problem, text: str, ended: bool) -> Score:
     """Score an answer and convert the result to a float and a bool.
 
     If the scorer returns a number, it is the reward, and a reward of at least 1 is an exact match.
-
-    Args:
-        task: The task.
-        problem: The problem.
-        text: Text of the answer without its end token.
-        ended: Whether the answer ended by its end token.
+    `text` is the answer without its end token, and `ended` tells whether it ended by that token.
 
     Raises:
         ScorerError: The scorer raised or returned no valid score.
@@ -296,7 +291,7 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
     problems = [Problem(question=f"first of {a} {b}", answer=a) for a, b in letters]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Score 1 for the answer alone, and partial credit if it is only the first word."""
+        """Score 1 for the answer alone, and partial credit if at least the first word is right."""
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]

@@ -286,6 +286,11 @@ class Transactions:
 
     # ---------------------------------------------------------------- resume
 
+    def check_partial(self, arenas: Sequence[Arena]) -> None:
+        """Raise a ValueError unless `resume` may map only a part of these tags."""
+        if len(arenas) != 1 or (arenas[0].paused and arenas[0].backup is not None):
+            raise ValueError("at_least takes one tag, whose content was discarded by its pause")
+
     def resume(
         self,
         arenas: Sequence[Arena],
@@ -295,8 +300,9 @@ class Transactions:
         """Map memory behind paused tags and restore their content.
 
         If memory is short, retained and cached memory is released first. If it stays short, the
-        only tag may resume with `at_least` bytes or more; otherwise ``ShortOfMemory`` is raised.
-        A `prefetch` restores content from host memory in the background.
+        only tag, which `check_partial` has accepted, may resume with `at_least` bytes or more;
+        otherwise ``ShortOfMemory`` is raised and nothing has changed. A `prefetch` restores content
+        from host memory in the background.
         """
         try:
             self._with_room(partial(self._resume, arenas, prefetch))
@@ -345,8 +351,7 @@ class Transactions:
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
         """Resume as much of a tag as fits; return False, unchanged, if that is too little."""
-        if len(arenas) != 1 or (arena := arenas[0]).backup is not None:
-            raise ValueError("at_least takes one tag, whose content was discarded by its pause")
+        (arena,) = arenas
         with self._device_lock, contextlib.ExitStack() as undo:
             extents = self._pool.obtain_most(arena.committed_when_paused, undo)
             got = sum(extent.nbytes for extent in extents)

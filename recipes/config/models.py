@@ -162,8 +162,8 @@ class TrainerSection:
         max_grad_norm: Norm to which larger gradients are scaled down.
         router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts, over all
             tokens of a micro batch; 0: no such loss.
-        micro_batch_size: Number of longest sequences in a forward and backward pass. A pass takes
-            more shorter sequences, up to the same number of tokens.
+        micro_batch_size: Sequences of the largest length in a forward and backward pass. Of shorter
+            sequences, a pass takes more, up to the same number of tokens.
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing.
         threads: CPU threads of torch; null: torch's own choice.

@@ -20,7 +20,7 @@ HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
 """Other projects' engines, by `engine.kind`."""
 
 VLLM_COLDEST = 0.01
-"""The temperature to which vLLM raises lower ones."""
+"""Lowest temperature that vLLM uses; it raises lower temperatures to this one."""
 
 
 Faults = Iterator[tuple[str, str] | tuple[str, str, str]]

@@ -34,7 +34,7 @@ OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explai
 
 
 class Peaks:
-    """Peak bytes of each stage: by process, by torch in it, by tag, and of the fullest device.
+    """Peak bytes of each stage: of processes, of torch in them, of tags, and of the fullest device.
 
     Processes are counted without contexts and libraries. On a CPU, "device_bytes" is None.
     """
@@ -47,9 +47,7 @@ class Peaks:
     def watch(self, owner: str, take_usage: TakeUsage) -> None:
         """Register a process.
 
-        Args:
-            owner: Either "trainer" or "rollout", followed by "[rank]" if there are several.
-            take_usage: Returns the usage of the process.
+        `owner` is "trainer" or "rollout", followed by "[rank]" if there are several.
         """
         self._sources[owner] = take_usage
 
@@ -136,9 +134,8 @@ class Monitor:
     def watch(self, owner: str, side: Any) -> None:
         """Register a trainer or an engine, whose memory and peaks are recorded.
 
-        Args:
-            owner: Its name, as in `Peaks.watch`.
-            side: An object with `report`, `drain_events` and `take_usage`.
+        `side` has the methods `report`, `drain_events` and `take_usage`; `owner` is as in
+        `Peaks.watch`.
         """
         self._sources[owner] = side
         self.peaks.watch(owner, side.take_usage)
@@ -168,7 +165,7 @@ class Monitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Guard work that reports its own stages to `passed`, as `stage` does."""
+        """Turn a failure of work that times its own stages into a RunError that names the stage."""
         self.view.stage(name)
         try:
             yield
@@ -212,10 +209,10 @@ class Monitor:
             )
 
     def outside(self) -> int:
-        """Return the bytes of the fullest device that lie outside of the planned tags.
+        """Return the bytes outside of the planned tags, on the device that has the most of them.
 
         Planned tags are the trainer's, and the engine's weights and KV cache. Bytes of other
-        processes count, too.
+        processes count as outside.
         """
         used, on_tags = Counter[str](), Counter[str]()
         for owner, side in self._sources.items():

@@ -21,17 +21,10 @@ WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be above and below the measu
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write one HTML page about a run.
+    """Write one HTML page about a run and return its file, by default report.html in `run_dir`.
 
     The page needs no other file and no network. For an unfinished run it shows the available data
-    and names what is missing.
-
-    Args:
-        run_dir: Folder of the run.
-        out: File to write; None: report.html in the folder.
-
-    Returns:
-        The file.
+    and names the missing parts.
 
     Raises:
         RecipeError: The folder holds no run, the file cannot be written, or matplotlib or jinja2
@@ -126,9 +119,8 @@ def longest_stages(run: Run, count: int = 16) -> list[tuple[str, str, str]]:
 def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Compare the plan with measured peaks, for each stage's fullest device and its processes.
 
-    Returns:
-        Rows of stage or process, planned bytes, measured bytes, difference, and ✓ or ✗. The list
-        is empty without a plan or without peaks.
+    A row has stage or process, planned bytes, measured bytes, difference, and ✓ or ✗. There are no
+    rows without a plan or without peaks.
     """
     peaks = measured_peaks(rows)
     cells: list[tuple[str, ...]] = []
@@ -168,11 +160,8 @@ def _compared(
 ) -> tuple[str, str, str, str]:
     """Format two sizes, their difference and a judgment.
 
-    Args:
-        planned: Planned bytes.
-        measured: Measured bytes.
-        whole: Bytes that the judgment relates the difference to, because an idle process holds
-            next to nothing; None: the measured bytes.
+    The judgment relates the difference to `whole` bytes if given, because an idle process holds
+    next to nothing, else to the measured bytes.
     """
     if not measured:
         unknown = "not measured" if measured is None else format_bytes(0)

@@ -4,7 +4,8 @@
     metrics.jsonl       a line for each step (kind "train") and evaluation (kind "eval")
     trace.json          stages and memory as a Chrome trace (ui.perfetto.dev)
     environment.json    date, host, GPUs and versions
-    outside.json        with a hosted engine, bytes outside of all tags at the start
+    plan.json           the plan of the run's memory, if its switch was planned
+    outside.json        with a hosted engine, bytes outside of the planned tags at the start
     reward.png, memory.png
     restarts.jsonl      a line for each restart after the loss of a worker
     checkpoints/step_N/
@@ -139,13 +140,8 @@ def whole_rows(file: Path) -> list[Row]:
 def new_folder(path: Path | None, recipe: str) -> Iterator[Path]:
     """Create and lock the folder of a new run; remove it if the run fails before its first files.
 
-    Args:
-        path: The folder. None: a new one under runs/, named after the recipe and the time, with a
-            number if that name is taken.
-        recipe: Name of the recipe.
-
-    Yields:
-        The folder.
+    Without `path`, the folder is a new one under runs/, named after the recipe and the time, with a
+    number if that name is taken.
 
     Raises:
         RecipeError: The folder is not empty, cannot be created, or is in a Ray job's working_dir.
@@ -245,7 +241,8 @@ class RunFolder:
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
         """Cut an earlier run back to its last checkpoint, or to its start if it has none.
 
-        Later rows are dropped. The trace of the previous session is kept under another name.
+        Later rows are dropped. Trace, memory picture and environment of the previous session are
+        kept under other names.
         """
         folder = cls(path)
         with folder.writing("the run's folder"):
@@ -348,12 +345,9 @@ class RunFolder:
         return values
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
-        """Save a checkpoint and delete all but the `keep` newest.
+        """Save the checkpoint of a step and keep the `keep` newest checkpoints up to this step.
 
-        Args:
-            step: Number of updates done.
-            keep: Number of newest checkpoints to keep.
-            write: Creates the folder that it is given, complete or not at all.
+        `write` creates the folder that it is given, completely or not at all.
         """
         folder = self.path.resolve() / "checkpoints"
         with self.writing(f"the checkpoint of step {step}"):

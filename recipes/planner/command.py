@@ -8,12 +8,14 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -124,14 +126,10 @@ def plan_apart(
 ) -> Switch:
     """Plan a run in a separate process and return its switch.
 
-    The process writes plan.json into the run's folder. The lines of the switch name every shortage.
-    If no plan can be made, auto decides nothing, and a line gives the reason.
-
-    Args:
-        run_dir: Folder with the run's recipe.yaml.
-        total: Bytes of its GPU.
-        cycle: The recipe's cycle section, with alias decided.
-        patience: Seconds to wait for the plan.
+    The process reads recipe.yaml in the run's folder and writes plan.json there. `total` is the
+    bytes of the GPU, and in `cycle` alias is decided. The lines of the switch name every shortage.
+    If no plan can be made within `patience` seconds, auto decides nothing, and a line gives the
+    reason.
     """
     words = [str(run_dir / "recipe.yaml"), f"cycle.alias={cycle.alias}", "--gpu", str(total)]
     try:
@@ -156,7 +154,7 @@ def plan_apart(
 
 def _without_plan(cycle: CycleSection, why: str) -> Switch:
     stays = ", ".join(cycle.named) or "nothing"
-    return unplanned(cycle, f"cycle: {stays} stays, there is no plan: {why}")
+    return unplanned(cycle, f"stays: {stays}; there is no plan: {why}")
 
 
 def unfit(need: str) -> str:
@@ -178,27 +176,27 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     table = next((table for table in tables if _width_of(table) <= console.width), tables[-1])
     table.width = _width_of(table)  # A narrower terminal wraps the table; no number is cut.
     console.print(table, crop=False)
+    # A file's name or a setting may have square brackets, which rich would take for markup.
+    show = partial(console.print, markup=False, highlight=False)
     if table is tables[-1]:
         tags = f"; {_width_of(tables[1])} columns show every tag"
-        console.print(f"trainer, engine: sums over their tags{tags}", style="dim", highlight=False)
+        show(f"trainer, engine: sums over their tags{tags}", style="dim")
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
-    console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
-    room = "" if plan.host_room is None else f", of {format_bytes(int(plan.host_room))} it may be"
-    console.print(f"host: {format_bytes(plan.host_bytes)} on each machine{room}", highlight=False)
+    show(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}")
+    room = "" if plan.host_room is None else f"; at most {format_bytes(int(plan.host_room))} fit"
+    show(f"host: {format_bytes(plan.host_bytes)} on each machine{room}")
     most = f"at most {plan.most_kv_tokens:,} fit at every stage"
-    console.print(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}", highlight=False)
+    show(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}")
     for line in plan.switch.lines if plan.switch else ():
-        console.print(line, highlight=False)
+        show(line)
     for note in plan.notes:
-        console.print(f"note: {note}", style="dim", highlight=False)
+        show(f"note: {note}", style="dim")
     for need in plan.needs:
-        console.print(Text(unfit(need), style="bold red"))
+        show(unfit(need), style="bold red")
     if plan.fits:
         peak = plan.peak
         left = format_bytes(plan.gpu.total - peak.device_bytes)
-        console.print(
-            Text(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green")
-        )
+        show(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green")
 
 
 def _width_of(table: Table) -> int:
@@ -210,9 +208,8 @@ def _table(plan: MemoryPlan, parts: dict[str, list[float]], bars: bool = False) 
 
     With bars, headings stay on one line.
     """
-    table = Table(
-        title=f"{plan.name}: GiB of the fullest GPU", title_justify="left", box=None, pad_edge=False
-    )
+    title = f"{escape(plan.name)}: GiB of the fullest GPU"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("stage", no_wrap=True)
     if bars:
         table.add_column("", no_wrap=True)
@@ -221,8 +218,8 @@ def _table(plan: MemoryPlan, parts: dict[str, list[float]], bars: bool = False) 
         table.add_column(heading, justify="right", no_wrap=True)
     for place, stage in enumerate(plan.stages):
         over = stage.device_bytes > plan.room
-        colour = "red" if over else "cyan"
-        bar = Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=colour)
+        color = "red" if over else "cyan"
+        bar = Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=color)
         table.add_row(
             stage.stage,
             *([bar] if bars else []),

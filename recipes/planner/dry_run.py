@@ -136,11 +136,7 @@ class PlannedTrainer(Trainer):
     _returning: tuple[str, ...] = ()
 
     def begin(self, handed_over: set[HandedOver]) -> None:
-        """Return to the state of a new trainer.
-
-        Args:
-            handed_over: Set to which tags that go to the other side are added.
-        """
+        """Return to the state of a new trainer, which adds handed-over tags to the given set."""
         self.handed_over = handed_over
         self._offloader.reload()
         if self.reference is not None:
@@ -227,13 +223,9 @@ def dry_run(
 ) -> DryRun:
     """Run a step of the recipe and return the memory of a later step.
 
-    Args:
-        recipe: A recipe with a decided switch; its other keys are those of the trainer.
-        engine: Sizes of the engine.
-        setup: Setup from `planned_trainer`.
-        trainer: Trainer from `planned_trainer`, also after other runs.
-        room: Bytes of the device for both sides.
-        staged: Whether only the weights wake before the sync, as in `PlannedRollout`.
+    `setup` and `trainer` come from `planned_trainer`, and one trainer serves any number of runs.
+    The switch of `recipe` is decided; its other keys are the same as in `planned_trainer`. `room`
+    is the bytes of the device for both sides, and `staged` is as in `PlannedRollout`.
     """
     rollout, saver = PlannedRollout(engine, staged), trainer.saver
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
@@ -265,9 +257,7 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
     stages, emptied, left = peaks.take(), device.emptied, device.allocator.reserved
     loop.to_rollout(2)
     stages |= peaks.take()
-    if (
-        device.emptied > emptied
-    ):  # The cache was emptied before the second step, as before the first.
+    if device.emptied > emptied:  # emptied on the way to the second step, as to the first
         return stages
     if emptied == begun:  # The cache was never emptied, so it only grows.
         return {name: _with_cache(peak, left) for name, peak in stages.items()}
@@ -301,16 +291,10 @@ def _frozen() -> Iterator[None]:
 def planned_trainer(
     recipe: Recipe, fields: dict[str, Any], *, prompt_tokens: int, workspace_bytes: int
 ) -> Iterator[tuple[PlannedSetup, PlannedTrainer]]:
-    """Build the recipe's trainer on a planned device, for dry runs with any switch.
+    """Build a setup and the recipe's trainer on a planned device, for dry runs with any switch.
 
-    Args:
-        recipe: The recipe.
-        fields: Fields of the model's config.
-        prompt_tokens: Tokens of every prompt.
-        workspace_bytes: Workspace of cuBLAS, as in `PlannedDevice`.
-
-    Yields:
-        A setup and the trainer, which live inside the block.
+    `fields` is the model's config, and every prompt has `prompt_tokens` tokens. Setup and trainer
+    live inside the block.
     """
     device = PlannedDevice(workspace_bytes)
     with (
@@ -325,7 +309,7 @@ def planned_trainer(
         config = trainer_config(setup)
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         runtime = PlannedRuntime(mesh=mesh, planned=device)
-        # It has the methods that a trainer without a layout needs.
+        # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
         yield setup, device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
 

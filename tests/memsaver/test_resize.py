@@ -77,6 +77,29 @@ def test_partial_resume_maps_what_fits(device: str) -> None:
     assert [int(row[0]) for row in view] == list(range(1, 15))
 
 
+def test_partial_resume_refuses_several_tags_and_saved_content(device: str) -> None:
+    saver, tensor = make(device)
+    other = saver.empty(2 * MIB, torch.uint8, tag="other").fill_(1)
+    refused = pytest.raises(ValueError, match="at_least takes one tag")
+    with refused:
+        saver.resume("kv", "other", at_least=2 * MIB)  # both are active
+    saver.pause("kv", content="host")
+    with refused:
+        saver.resume("kv", at_least=2 * MIB)
+    with refused:
+        saver.resume("kv", "other", at_least=2 * MIB)  # "other" is active
+    saver.pause("other", content="discard")
+    for tags in (("kv", "other"), ()):
+        with refused:
+            saver.resume(*tags, at_least=2 * MIB)
+    assert saver.is_paused("kv") and saver.is_paused("other")
+    assert saver.report(others=False).committed_bytes == 0
+    saver.resume("other", at_least=2 * MIB)
+    saver.resume("kv")
+    saver.resume("kv", at_least=2 * MIB)  # active already, so nothing to do
+    assert bool((tensor == 1).all()) and len(saver.backed_view(other)) == 2 * MIB
+
+
 def test_shrinking_revokes_imports_of_released_extents(device: str) -> None:
     saver, _ = make(device)
     memsaver.attach(saver.share("kv")).close()

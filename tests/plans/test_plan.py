@@ -130,7 +130,7 @@ def test_plan_reports_the_faults_that_a_run_is_refused_for(tmp_path: Path) -> No
             make(recipes.load("tiny", ["sampling.max_tokens=60"]))
 
 
-def test_remedies_are_changes_whose_plans_have_less_missing() -> None:
+def test_remedy_names_only_changes_that_reduce_its_shortage_and_increase_no_other() -> None:
     """Leave out changes that free nothing, are impossible, or cause another shortage."""
     recipe = recipes.load("tiny", ["cycle.resident=[]"])
     ways = [("trainer.micro_batch_size", 1), ("lora.rank", 8), ("sampling.max_tokens", 1)]
@@ -183,6 +183,19 @@ def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
             assert name == stage.stage and f"{stage.device_bytes / GIB:.2f}" in values
             assert values[-2] == f"{plan.gpu.contexts / GIB:.2f}"
             assert len(values) == len(lines[head].split()) - 1 + (width == 200)
+
+
+def test_text_in_square_brackets_is_printed_unchanged() -> None:
+    plan = plan_of(recipes.load("tiny", SMALL), "a[bold]b", gpu=None)
+    assert plan.switch is not None
+    switch = plan.switch._replace(lines=["stays: [optim]"])
+    shortages = {"trainer": Shortage(1, "short", "set cycle.resident=[params]")}
+    plan = replace(plan, switch=switch, notes=("[/] and [red]",), shortages=shortages)
+    console = Console(width=200, file=io.StringIO())
+    print_plan(plan, console)
+    printed = console.file.getvalue()
+    for text in ("a[bold]b: GiB", "stays: [optim]", "note: [/] and [red]", "=[params]"):
+        assert text in printed
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_rewards_that_differ_by_rounding_count_as_equal(parts: list[float], size
     assert explained_variance([[0.0] * 4], [group]) == 0
 
 
-def test_groups_without_signal_are_counted_and_those_within_rounding_apart() -> None:
+def test_groups_without_signal_and_groups_within_rounding_are_counted() -> None:
     rewards = [1.0, 1.0, 0.3, 0.1 + 0.2, 0.0, 1.0]
     assert signal_of(rewards, 2) == {"groups_without_signal": 2, "groups_within_rounding": 1}
 

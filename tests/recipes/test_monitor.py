@@ -42,7 +42,7 @@ def collect(stages: list[str], **sides: list[Usage]) -> dict[str, Any]:
     return peaks.take()
 
 
-def test_side_that_leaves_counts_with_its_bytes_before_the_stage() -> None:
+def test_tag_that_leaves_in_a_stage_counts_with_its_bytes_before() -> None:
     stages = collect(
         ["train", "offload"],
         trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)],
@@ -66,7 +66,7 @@ def test_pages_that_move_from_page_pool_to_tag_count_once() -> None:
     assert peak["processes"] == {"rollout": 13} and peak["device_bytes"] == 53
 
 
-def test_memory_that_comes_takes_the_place_of_memory_that_leaves() -> None:
+def test_growing_tag_takes_the_pages_of_a_leaving_tag() -> None:
     """Pause moments during generation while the pool grows, with 2 more in torch."""
     peak = collect(
         ["wake", "generate"],
@@ -77,7 +77,7 @@ def test_memory_that_comes_takes_the_place_of_memory_that_leaves() -> None:
     assert peak["device_bytes"] == 50 + (35 - 28) + 2
 
 
-def test_fullest_of_several_devices_counts() -> None:
+def test_device_bytes_are_those_of_the_fullest_device() -> None:
     peak = collect(
         ["sync"],
         trainer_0=[usage({"params": 10}, 0, 0, 50)],
@@ -114,8 +114,8 @@ def test_cpu_saver_reports_its_tags_only() -> None:
     saver.close()
 
 
-def test_outside_counts_bytes_on_no_planned_tag(tmp_path: Path) -> None:
-    """Count graphs, workspaces and contexts of the fullest device."""
+def test_outside_is_the_most_bytes_on_no_planned_tag_of_a_device(tmp_path: Path) -> None:
+    """Count graphs, workspaces and contexts."""
     monitor = Monitor(RunFolder(tmp_path), View())
     engine = {"weights:discard": 30, "kv_cache:discard": 20, "cuda_graph:host": 7, "workspace": 3}
     for owner, tags in {"trainer": {"params": 10, "optim": 20}, "rollout": engine}.items():

@@ -83,7 +83,7 @@ def test_whiten_normalizes_over_all_tokens(rows: list[list[float]]) -> None:
     )
 
 
-def test_token_rewards_are_kl_penalties_and_the_last_token_gets_the_reward() -> None:
+def test_token_rewards_are_kl_penalties_plus_the_reward_at_the_last_token() -> None:
     logprobs, reference = [[-1.0, -2.0], [-3.0], []], [[-1.5, -1.0], [-3.0], []]
     assert token_rewards([1.0, 0.5, 9.0], logprobs, reference, 0.1) == [
         pytest.approx([-0.05, 1.1]),
@@ -103,7 +103,7 @@ def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
 
 @EXACT
 @given(st.integers(1, 40), st.integers(1, 3), st.data())
-def test_every_pass_has_each_answer_once_in_even_parts(
+def test_mini_batches_of_a_pass_have_each_answer_once_in_even_parts(
     count: int, epochs: int, data: st.DataObject
 ) -> None:
     parts_a_pass = data.draw(st.integers(1, count))

@@ -51,7 +51,9 @@ def test_random_model_is_described_without_weights(tmp_path: Path) -> None:
     assert load_model_config(wider.model_dir).vocab_size == 1000
 
 
-def test_recipe_reaches_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_trainer_and_engine_follow_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
     words += ["engine.cuda_graphs=false", "device=cpu", "driver=ray"]
     words += ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5"]

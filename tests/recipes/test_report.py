@@ -171,7 +171,7 @@ def test_report_of_a_folder_without_a_run_fails_in_one_line_with_status_2(
     assert capsys.readouterr().err == f"memsaver: report {tmp_path}: {rule}\n"
 
 
-def test_report_fails_in_one_line_without_folder_or_matplotlib(
+def test_report_without_output_folder_or_matplotlib_fails_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"steps": 1}))

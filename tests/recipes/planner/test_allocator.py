@@ -51,7 +51,9 @@ def test_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int) -
         ("logits=2374 -logits workspace=32 empty -workspace empty", 0),
     ],
 )
-def test_reserved_bytes_after_a_sequence_of_requests(requests: str, reserved: int) -> None:
+def test_sequence_of_requests_reserves_the_bytes_of_torchs_rules(
+    requests: str, reserved: int
+) -> None:
     """Run requests of the forms `name=MiB@stream`, `-name` (free) and `empty`."""
     allocator = CachingAllocator()
     for word in requests.split():

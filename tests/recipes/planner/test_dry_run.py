@@ -234,7 +234,7 @@ def test_mixture_in_fp32_is_planned_with_twice_the_bytes_of_bf16() -> None:
     assert 1.5 < held[0] / held[1] < 2.5
 
 
-def test_process_with_a_group_is_refused_and_keeps_its_group() -> None:
+def test_planning_in_a_process_with_a_group_is_refused_and_keeps_the_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="process group; destroy the group, or plan"):
