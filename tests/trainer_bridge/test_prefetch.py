@@ -137,7 +137,9 @@ def test_failed_prefetch_is_raised_by_its_reader_and_can_be_retried(
         trainer.reload("params", wait="memory" if not begun else False)
         until(lambda: not saver.is_paused("params"))
         gate.let(1)
-        with pytest.raises(BackendError, match="of 'params' was not restored: the cable is out; resume again"):
+        with pytest.raises(
+            BackendError, match="of 'params' was not restored: the cable is out; resume again"
+        ):
             trainer.compute_log_prob(batch)
         with pytest.raises(StateError, match="'params', which is offloaded"):
             trainer.compute_log_prob(batch)
