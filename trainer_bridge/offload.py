@@ -35,21 +35,14 @@ Wait = bool | Literal["memory"]
 
 @dataclass(frozen=True)
 class _Overlapped:
-    """A pause or resume that runs on the offloader's thread.
+    """A pause or resume that runs on the offloader's thread."""
 
-    Attributes:
-        tags: Tags of the trainer that it moves.
-        before: Tags that were offloaded when it began.
-        behind: Earlier transfers that must end first.
-        done: Completes when the pause has ended or the resume has memory; the result of a resume
-            is its `Prefetch`.
-        awaited: Set as soon as a caller waits for the transfer.
-    """
-
-    tags: tuple[str, ...]
-    before: frozenset[str]
-    behind: tuple[Future[Any], ...] = ()
+    tags: tuple[str, ...]  # tags of the trainer that it moves
+    before: frozenset[str]  # tags that were offloaded when it began
+    behind: tuple[Future[Any], ...] = ()  # earlier transfers that must end first
+    # Completes when the pause has ended or the resume has memory, with a resume's `Prefetch`.
     done: Future[Any] = field(default_factory=Future)
+    # Set as soon as a caller waits for the transfer.
     awaited: threading.Event = field(default_factory=threading.Event)
 
 
@@ -83,11 +76,9 @@ class Offloader:
     ) -> None:
         """Add a tag that has memory now.
 
-        Args:
-            tag: Name of the tag.
-            version: Returns the version of the tag's content; None if the content always changes.
-            companions: Tags of the saver that move together with it, and always change.
-            empty: The tag has no memory, and is offloaded and reloaded in name only.
+        `version` returns the version of the tag's content; None if the content always changes.
+        `companions` are tags of the saver that move together with the tag, and always change. An
+        `empty` tag has no memory, and is offloaded and reloaded in name only.
         """
         self._tags[tag] = version
         self._memory_of[tag] = companions if empty else (tag, *companions)
@@ -100,14 +91,11 @@ class Offloader:
     def offload(
         self, *tags: str, wait: bool = True, into: str | None = None, peer: PeerSaver | None = None
     ) -> None:
-        """Move tags to the host and free their memory.
+        """Move tags, all if none is named, to the host and free their memory.
 
-        Args:
-            *tags: Tags to offload; all if empty.
-            wait: False returns while the copies are running. Memory is freed when they are
-                complete; until then the tags must not be written.
-            into: Tag of `peer` that takes the memory over, as far as it needs it.
-            peer: The engine of this device.
+        `wait=False` returns while the copies are running. Memory is freed when they are complete;
+        until then the tags must not be written. The tag `into` of `peer`, the engine of this
+        device, takes the memory over as far as it needs it.
         """
         self._end_begun()
         self.await_content()
@@ -130,16 +118,12 @@ class Offloader:
         self._offloaded |= set(chosen)
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
-        """Reload tags, bit-identical and at the same addresses.
+        """Reload tags, all if none is named, bit-identical and at the same addresses.
 
-        Nothing changes if memory is missing.
-
-        Args:
-            *tags: Tags to reload; all if empty.
-            wait: False returns immediately. The tags return behind earlier transfers, as soon as
-                there is room; if there is still no room when a caller waits for them, they stay
-                offloaded. "memory" returns when the tags have memory; a reader of their content
-                calls `await_content`.
+        Nothing changes if memory is missing. `wait=False` returns immediately. The tags return
+        behind earlier transfers, as soon as there is room; if there is still no room when a caller
+        waits for them, they stay offloaded. `wait="memory"` returns when the tags have memory; a
+        reader of their content calls `await_content`.
         """
         if wait:
             self._end_begun()
@@ -169,13 +153,10 @@ class Offloader:
     def await_content(
         self, tensors: Sequence[Tensor] | None = None, streams: Sequence[torch.cuda.Stream] = ()
     ) -> None:
-        """Wait for the content of tensors whose tags have memory; see `Prefetch.wait`.
+        """Wait for the content of tensors, or of all, whose tags have memory; see `Prefetch.wait`.
 
-        If a copy fails, its tags count as offloaded again.
-
-        Args:
-            tensors: Tensors to wait for; None for all.
-            streams: Streams of a GPU that wait in place of the caller.
+        On a GPU, `streams` wait in place of the caller. If a copy fails, its tags count as
+        offloaded again.
         """
         for pending in tuple(self._prefetching):
             tags, prefetch = pending
@@ -222,11 +203,9 @@ class Offloader:
     ) -> None:
         """Require that tags have memory and defined content, or raise a StateError.
 
-        Args:
-            method: Method that needs the tags, for the text.
-            *tags: Tags; names that the trainer does not have are ignored.
-            prefetching: Do not wait for the content: readers of it wait.
-            undefined: Accept content that another user of the saver has discarded.
+        The text names `method`, which needs the tags. Names that the trainer does not have are
+        ignored. With `prefetching` the call does not wait for the content, because its readers do.
+        With `undefined` it accepts content that another user of the saver has discarded.
         """
         if any(set(tags) & set(transfer.tags) for transfer in self._begun):
             self._end_begun()

@@ -21,26 +21,15 @@ _BLOCK = 2048  # elements of a row per iteration
 
 
 class ExpertRows(NamedTuple):
-    """The pairs of T tokens and their k choices, sorted by expert.
+    """The pairs of T tokens and their k choices, sorted by expert."""
 
-    Attributes:
-        number: int64 [T * k], the pair (token * k + choice) at each place.
-        place: int64 [T, k], the place of each pair.
-        ends: int32 [experts], the place after each expert's last pair.
-    """
-
-    number: Tensor
-    place: Tensor
-    ends: Tensor
+    number: Tensor  # int64 [T * k], the pair (token * k + choice) at each place
+    place: Tensor  # int64 [T, k], the place of each pair
+    ends: Tensor  # int32 [experts], the place after each expert's last pair
 
 
 def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
-    """Sort pairs by expert and then by token, without a host synchronization.
-
-    Args:
-        ids: int64 [T, k], the experts of each token.
-        experts: Number of experts.
-    """
+    """Sort pairs of int64 `ids` [T, k] by expert, then by token, without host synchronization."""
     ordered, number = ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -55,19 +44,11 @@ def spread(x: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
 
 
 def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
-    """Compute the weighted sum of each token's rows.
+    """Compute the weighted sum, [T, H] of y's dtype, of each token's rows.
 
-    As in transformers, a weighted row is rounded to the wider of both dtypes, and the sum is
-    computed in fp32 and rounded to the dtype of `y`.
-
-    Args:
-        y: [T * k, H], rows of pairs by place.
-        weights: [T, k], of y's dtype or fp32.
-        pairs: Places of the pairs.
-        impl: Implementation to use.
-
-    Returns:
-        [T, H], of y's dtype.
+    `y` is [T * k, H], rows of pairs by place. `weights` are [T, k], of y's dtype or fp32. As in
+    transformers, a weighted row is rounded to the wider of both dtypes, and the sum is computed in
+    fp32 and rounded to the dtype of `y`.
     """
     return _Combine.apply(y, weights, pairs, impl)
 
@@ -75,9 +56,7 @@ def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") 
 def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
     """Compute silu(gate) * up, [S, I], rounding both factors.
 
-    Args:
-        gate_up: Contiguous [S, 2 * I], gate first.
-        impl: Implementation to use.
+    `gate_up` is contiguous [S, 2 * I], gate first.
     """
     return _SiluGate.apply(gate_up, impl)
 
@@ -129,14 +108,8 @@ class _SiluGate(torch.autograd.Function):
 def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "auto") -> Tensor:
     """Sum the rows place[t] of `y` for each token t, weighted if `weights` is given; see `combine`.
 
-    Args:
-        y: [T * k, H], rows of pairs by place.
-        place: [T, k], the place of each pair.
-        weights: [T, k], or None.
-        impl: Implementation to use.
-
-    Returns:
-        [T, H], of y's dtype.
+    `y` is [T * k, H], rows of pairs by place. `place` and `weights` are [T, k]. The sums are
+    [T, H], of y's dtype.
     """
     if use_triton(impl, y.device):  # type: ignore[arg-type]
         (tokens, top_k), hidden = place.shape, y.shape[1]

@@ -27,20 +27,12 @@ _ALIGNED = 128  # words; aligns rows of logits for loads of tensor cores
 def token_scores(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of tokens, and the entropies of their distributions.
+    """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
-    Logits are rounded to the dtype of the inputs, as in a linear layer. All else is fp32.
-
-    Args:
-        hidden: [N, H], hidden states.
-        weight: [V, H], output embedding of the same dtype.
-        target: int64 [N], the tokens.
-        temperature: Divides the logits.
-        impl: Implementation to use.
-
-    Returns:
-        log_softmax(hidden @ weight.T / temperature)[target], and the entropy without gradient, both
-        fp32 [N].
+    The log-probabilities are log_softmax(hidden @ weight.T / temperature)[target], of hidden states
+    [N, H], the output embedding `weight` [V, H] of the same dtype, and `target` int64 [N]. The
+    entropies have no gradient. Logits are rounded to the dtype of the inputs, as in a linear layer.
+    All else is fp32.
     """
     chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl)
     return chosen, entropy
@@ -100,14 +92,9 @@ def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
 def reduce_logits(
     logits: Tensor, target: Tensor, start: int, temperature: float, impl: str = "auto"
 ) -> Tensor:
-    """Reduce a slice of logits to four values per token.
+    """Reduce a slice of logits, [N, words], to four values per token.
 
-    Args:
-        logits: [N, words].
-        target: int64 [N], the tokens.
-        start: Number of the first word in the vocabulary.
-        temperature: Divides the logits.
-        impl: Implementation to use.
+    `target` is int64 [N]. The slice begins with word `start` of the vocabulary.
 
     Returns:
         fp32 [4, N] of z = logits / temperature: the maximum m of each row, the sum of exp(z - m),
@@ -248,12 +235,9 @@ class ScoringHead(nn.Linear):
     def scoring(self, at: Tensor, target: Tensor, temperature: float) -> Iterator[None]:
         """Compute token scores inside the block, from hidden states [B, L, H].
 
-        The model then returns fp32 [2, N] in place of logits: log-probabilities and entropies.
-
-        Args:
-            at: int64 [N], positions in B * L that predict the tokens.
-            target: int64 [N], the tokens.
-            temperature: Divides the logits.
+        The model then returns fp32 [2, N] in place of logits: log-probabilities and entropies of
+        tokens `target`, int64 [N]. `at`, int64 [N], has the positions in B * L that predict the
+        tokens.
         """
         self._asked = at, target, temperature
         try:

@@ -108,13 +108,6 @@ class RemoteRollout(RemoteGroup):
         """Dispatch the prompts to the replicas, and generate answers in the order of the prompts.
 
         If a replica refuses a prompt, its error numbers only the prompts of that replica.
-
-        Args:
-            prompts: Token ids of each prompt.
-            params: Sampling parameters, for all prompts or one per prompt.
-
-        Returns:
-            The answers to each prompt.
         """
         sampling = for_each(prompts, params)
         dispatched = dispatch_prompts(prompts, sampling, len(self._engines))
@@ -133,18 +126,10 @@ class RemoteRollout(RemoteGroup):
 def dispatch_prompts(
     prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
 ) -> list[list[int]]:
-    """Divide prompts among replicas, deterministically.
+    """Divide prompts among replicas deterministically; return ascending indices by replica.
 
     The longest requests go first, each to the replica with the least work. The work of a request is
     the number of its prompt tokens plus the most tokens that its answers may have.
-
-    Args:
-        prompts: Token ids of each prompt.
-        params: Sampling parameters of each prompt.
-        replicas: Number of replicas.
-
-    Returns:
-        For each replica the indices of its prompts, ascending.
     """
     work = [
         len(ids) + max(sampling.n, sampling.beam_width) * sampling.max_tokens

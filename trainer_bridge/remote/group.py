@@ -65,15 +65,11 @@ class RemoteGroup:
     is raised unchanged. Otherwise `RankFailed` names the first rank whose error was not caused by
     another rank. `ActorDied` and `ActorTimeout` name the actor and the method. A dead actor ends
     the call immediately.
-
-    Attributes:
-        ranks: The actors in the order of their ranks.
-        timeout: Seconds for one call.
     """
 
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float) -> None:
-        self.ranks = tuple(ranks)
-        self.timeout = timeout
+        self.ranks = tuple(ranks)  # in the order of their ranks
+        self.timeout = timeout  # seconds for one call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a public method of the actors, which runs on all ranks; rank 0's answer counts."""
@@ -102,14 +98,10 @@ class RemoteGroup:
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call a method with different arguments on each rank.
+        """Call a method with different arguments on each rank, and return the answers by rank.
 
-        Args:
-            method: Name of the method.
-            args: Positional arguments for each rank; a rank with None is not called.
-
-        Returns:
-            The answers in the order of the ranks; None for a rank that was not called.
+        `args` has positional arguments by rank. A rank with None is not called, and its answer is
+        None.
         """
         pairs = zip(self.ranks, args, strict=True)
         return self._gather(
@@ -178,12 +170,9 @@ Place = dict[str, Any]
 def connected(address: str | None, devices: int) -> Iterator[None]:
     """Connect to a Ray cluster for the block.
 
-    A process that is already connected stays connected.
-
-    Args:
-        address: Address of a running cluster; None takes RAY_ADDRESS, or starts a small cluster and
-            ends it with the block.
-        devices: Devices that a new cluster has CPUs for.
+    A process that is already connected stays connected. `address` is that of a running cluster.
+    None takes RAY_ADDRESS, or starts a small cluster, with CPUs for `devices`, and ends it with the
+    block.
     """
     import ray
 
@@ -228,21 +217,11 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
-    """Reserve devices of the cluster for the block.
+    """Reserve `devices` devices on each of `nodes` machines for the block.
 
     A device is one bundle of a placement group, so both of its actors get the same GPU. An
-    autoscaling cluster has time to grow.
-
-    Args:
-        nodes: Machines.
-        devices: Devices per machine.
-        on_gpu: Whether a device is a GPU.
-
-    Yields:
-        Options for the actors of each device, node by node.
-
-    Raises:
-        ValueError: The devices were not free within `START_SECONDS`.
+    autoscaling cluster has time to grow. The block gets the options for the actors of each device,
+    node by node. Devices that are not free within `START_SECONDS` raise a ValueError.
     """
     import ray
     from ray.util.placement_group import placement_group

@@ -37,13 +37,6 @@ class Agreement:
     one rank was begun by all, so a late rank never continues alone. Nothing is unpickled. After a
     timeout, or when a rank is lost, every further call fails, because the ranks no longer know each
     other's state.
-
-    Attributes:
-        rank: This rank.
-        size: Number of ranks.
-        cpu: Group that has gloo for CPU tensors; None for a single rank.
-        group: Group of the same ranks for tensors on GPUs, perhaps with a faster backend.
-        timeout: Seconds that a rank waits for the others in one stage.
     """
 
     def __init__(
@@ -56,8 +49,11 @@ class Agreement:
     ) -> None:
         """Create the agreement; every rank of `cpu` does.
 
-        Ranks record in `store` that they have arrived. It is a store of the group for this object
-        alone (a PrefixStore). `group` defaults to `cpu`.
+        `cpu` has gloo for CPU tensors; None is a single rank. `group` has the same ranks for
+        tensors on GPUs, perhaps with a faster backend; it defaults to `cpu`. Ranks record in
+        `store` that they have arrived. It is a store of the group for this object alone (a
+        PrefixStore). `timeout` limits, in seconds, how long a rank waits for the others in one
+        stage.
         """
         self.rank, self.size = (0, 1) if cpu is None else (cpu.rank(), cpu.size())
         self.cpu, self.group, self.timeout = cpu, group or cpu, timeout
@@ -66,14 +62,9 @@ class Agreement:
         self._broken: str | None = None
 
     def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
-        """Run a step on every rank, and return once it has succeeded on all of them.
+        """Run a step on every rank, and return all results by rank once all ranks succeeded.
 
-        Args:
-            stage: Name of the stage, the same on all ranks.
-            step: Runs on this rank. Its result must be plain data.
-
-        Returns:
-            The results of all ranks, by rank.
+        All ranks name the same stage. The step's result must be plain data.
 
         Raises:
             Exception: The error of the step on this rank, raised after the other ranks know of it.
@@ -152,10 +143,8 @@ _made = itertools.count()
 def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -> Agreement:
     """Create the agreement of a process group's ranks; a collective call.
 
-    Args:
-        group: The ranks; None for this process alone. If the group lacks gloo, a second group of
-            the same ranks is created.
-        timeout: See `Agreement`.
+    `group` is None for this process alone. If it lacks gloo, a second group of the same ranks is
+    created.
     """
     if group is None or dist.get_world_size(group) == 1:
         return Agreement(timeout=timeout)

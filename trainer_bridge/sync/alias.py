@@ -29,12 +29,9 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, abort_all, 
 class PageAlias:
     """The pages of one tag, which the engines of a sync serve; all ranks call it together.
 
-    Args:
-        saver: The trainer's saver.
-        tag: Tag on which the parameters are laid out as in `layout`.
-        layout: Layout of the engines' weights. An engine with another layout refuses the pages.
-        sync: Sync by copies of whole parameters, with engines on the saver's device. Buffers are
-            not on the pages, so they are copied as in this sync.
+    The parameters are laid out on the tag as in `layout`. An engine whose weights have another
+    layout refuses the pages. `sync` copies whole parameters to engines on the saver's device.
+    Buffers are not on the pages, so they are copied as in this sync.
     """
 
     def __init__(self, saver: MemorySaver, tag: str, layout: Manifest, sync: WeightSync) -> None:
@@ -47,18 +44,10 @@ class PageAlias:
 
         The first call digests the parameters, and every engine reads them back through its own
         addresses. Later calls only compare hashes of the layouts: nothing is written, so there is
-        nothing to verify.
+        nothing to verify. `version` must not be lower than that of the last call.
 
-        Args:
-            version: Number of the weights; not lower than that of the last call.
-
-        Returns:
-            A receipt with nbytes 0. It has digests and verify_seconds (mapping included) only if
-            the engines read the parameters.
-
-        Raises:
-            Exception: The error of this rank, if it failed.
-            SyncError: Another rank failed; the text names stage, rank and error.
+        The receipt has nbytes 0. It has digests and verify_seconds (mapping included) only if the
+        engines read the parameters. Errors are those of `Agreement.agree`.
         """
         started, stages = time.perf_counter(), dict[str, float]()
         prepared = self._sync.agreement.agree("prepare", lambda: self._prepare(version))
@@ -116,18 +105,11 @@ class PageAlias:
 
 
 def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
-    """Look up where a layout stores the trainer's parameters.
+    """Return the offset, in bytes from the start of the tag, of each of the trainer's parameters.
 
-    Args:
-        layout: Layout of an engine's weights. Tied parameters are stored under one name.
-        params: Whole parameters by the trainer's names, on any device, including meta.
-
-    Returns:
-        Offset of each parameter in bytes from the start of the tag, by the trainer's names.
-
-    Raises:
-        ValueError: Names, shapes, dtypes or strides differ, or the layout holds parts of
-            parameters; the text lists the differences.
+    `layout` is of an engine's weights, and stores tied parameters under one name. `params` are
+    whole, by the trainer's names, on any device, including meta. A ValueError lists names, shapes,
+    dtypes and strides that differ, and parameters of which the layout holds only parts.
     """
     shards = [shard_of(name, param, 0) for name, param in params.items()]
     plan = make_plan(shards, [""], [WeightLayout(manifest=layout, place="")])

@@ -32,23 +32,14 @@ from trainer_bridge.sync.shards import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy(ArenaBox):
-    """A box that one rank casts from its shard into the arena of a target.
+    """A box that one rank casts from its shard into the arena of a target."""
 
-    Attributes:
-        rank: Rank that copies.
-        target: Number of the target.
-        name: The trainer's name of the parameter.
-        start: First element of the box in the rank's shard.
-        index_base: Number of the first element in the digest.
-        index_strides: Distances between the elements' numbers in the digest, per dimension.
-    """
-
-    rank: int
-    target: int
-    name: str
-    start: Ints
-    index_base: int
-    index_strides: Ints
+    rank: int  # the sender
+    target: int  # number of the target
+    name: str  # the trainer's name of the parameter
+    start: Ints  # first element of the box in the rank's shard
+    index_base: int  # number of the first element in the digest
+    index_strides: Ints  # distances between the elements' numbers in the digest, per dimension
 
     def part(self, dim: int, first: int, size: int) -> Self:
         """Return the copy of indices `first` to `first + size` of dimension `dim`."""
@@ -70,34 +61,21 @@ Sends = Mapping[tuple[int, int], Sequence[tuple[Box, Box]]]
 
 
 class Planned(NamedTuple):
-    """A slice of some targets, and the ranks that send it.
+    """A slice of some targets, and the ranks that send it."""
 
-    Attributes:
-        name: The trainer's name of the parameter.
-        piece: The slice.
-        targets: Numbers of the targets that have the slice.
-        sends: Its senders. Slices with the same senders and boxes share one object.
-    """
-
-    name: str
+    name: str  # the trainer's name of the parameter
     piece: ParamSlice
-    targets: Ints
-    sends: Sends
+    targets: Ints  # numbers of the targets that have the slice
+    sends: Sends  # one object for all slices with the same senders and boxes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyncPlan:
-    """The copies of all ranks, which write every byte of every slice exactly once.
-
-    Attributes:
-        targets: Layout of each target's weights.
-        places: Device of each rank.
-        slices: Slices of all targets, with their senders.
-    """
+    """The copies of all ranks, which write every byte of every slice exactly once."""
 
     targets: Sequence[WeightLayout]
-    places: Sequence[str]
-    slices: Sequence[Planned]
+    places: Sequence[str]  # device of each rank
+    slices: Sequence[Planned]  # of all targets
 
     def only(self, names: Collection[str]) -> Self:
         """Return the plan for parameters `names` alone, by the trainer's names."""
@@ -180,15 +158,8 @@ def make_plan(
     """Plan how the shards of all ranks are written into all targets.
 
     Layers of a model repeat each other, so senders are computed once per kind of parameter.
-
-    Args:
-        shards: Shards of all ranks; duplicates are allowed.
-        places: Device of each rank.
-        targets: Layout of each target's weights.
-
-    Raises:
-        ValueError: Names are missing, unknown or duplicated, shapes differ, or elements are held by
-            no rank; the text lists the problems.
+    Duplicates of shards are allowed. `places` has the device of each rank. A ValueError lists names
+    that are missing, unknown or duplicated, shapes that differ, and elements that no rank holds.
     """
     params = _parameters(shards)
     alike: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets

@@ -52,17 +52,11 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The routes of a sync's bytes: into mapped pages if possible, else through messages.
+    """The routes of a sync's bytes: into mapped pages if possible, else through messages."""
 
-    Attributes:
-        pairs: All pairs that have bytes to write.
-        owners: Rank that owns each target.
-        blocked: `obstacles` of each rank.
-    """
-
-    pairs: Collection[Pair]
-    owners: Sequence[int]
-    blocked: Sequence[Mapping[int, str]]
+    pairs: Collection[Pair]  # all that have bytes to write
+    owners: Sequence[int]  # rank that owns each target
+    blocked: Sequence[Mapping[int, str]]  # `obstacles` of each rank
 
     @property
     def indirect(self) -> set[Pair]:
@@ -92,13 +86,10 @@ class Routes:
 def obstacle(place: str, target: str) -> str | None:
     """Return why this process cannot map pages of a target, or None if it can.
 
-    For a GPU that is hidden from this process (CUDA_VISIBLE_DEVICES) the answer is None, because
-    only an attempt to map can tell.
-
-    Args:
-        place: Place of this process's device, as from `memsaver.system.devices.place_of`. A place
-            without a host is on this host.
-        target: Place of the pages.
+    `place` is that of this process's device, as from `memsaver.system.devices.place_of`; a place
+    without a host is on this host. `target` is the place of the pages. For a GPU that is hidden
+    from this process (CUDA_VISIBLE_DEVICES) the answer is None, because only an attempt to map can
+    tell.
     """
     (host, _, gpu), (target_host, _, target_gpu) = place.rpartition("/"), target.rpartition("/")
     if host and target_host and host != target_host:
@@ -164,13 +155,9 @@ class Wire:
     ) -> Callable[[], None]:
         """Begin to send a tensor to one rank, and to receive into a tensor from another.
 
-        Args:
-            sent: Contiguous uint8 tensor and the rank it goes to, or None.
-            taken: Contiguous uint8 tensor to fill and the rank it comes from, or None.
-
-        Returns:
-            A function that waits for both transfers: it blocks the host on gloo, the current stream
-            on NCCL.
+        `sent` and `taken` each are a contiguous uint8 tensor and the other rank, or None. The
+        result is a function that waits for both transfers: it blocks the host on gloo, the current
+        stream on NCCL.
         """
         both = [(dist.isend, sent), (dist.irecv, taken)]
         operations = [
@@ -197,19 +184,13 @@ def _exchanged(step: Callable[[], None], peers: str) -> None:
 
 
 class Message(NamedTuple):
-    """A message of one rank for one target.
+    """A message of one rank for one target."""
 
-    Attributes:
-        rank: Sender.
-        target: Number of the target.
-        copies: Copies, each with the offset in bytes of its row-major elements in the message.
-        nbytes: Length of the message, including gaps for alignment.
-    """
-
-    rank: int
-    target: int
+    rank: int  # the sender
+    target: int  # number of the target
+    # Each with the offset in bytes of its row-major elements in the message.
     copies: list[tuple[Copy, int]]
-    nbytes: int
+    nbytes: int  # length of the message, including gaps for alignment
 
     def boxes(self) -> list[PackedBox]:
         """Return the boxes of the message, as a target's handle takes them."""
@@ -269,11 +250,9 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
 
 
 class _Buffer:
-    """The memory of one message.
+    """The memory of one message, uint8: `stage` on the kernels' device, and `wire` for the backend.
 
-    Attributes:
-        stage: uint8 on the kernels' device.
-        wire: uint8 that the backend sends or receives: the same tensor, or pinned host memory.
+    `wire` is the same tensor, or pinned host memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device, wire: torch.device) -> None:
@@ -307,16 +286,11 @@ class _Exchange(NamedTuple):
     """One round of this rank.
 
     A message of a rank to itself is not sent: it goes from its buffer to the target's handle.
-
-    Attributes:
-        pack: Packs the outgoing message.
-        post: Begins to send and to receive, and returns a function that waits for both.
-        unpack: Writes the incoming message into the pages.
     """
 
     pack: Callable[[Mapping[str, LowRank]], None]
-    post: Callable[[], Callable[[], None]]
-    unpack: Callable[[Mapping[int, Tensor]], None]
+    post: Callable[[], Callable[[], None]]  # begins both transfers, returns the wait for them
+    unpack: Callable[[Mapping[int, Tensor]], None]  # writes the incoming message into the pages
 
 
 def _nothing(*_: object) -> None:
@@ -331,10 +305,8 @@ class Relay:
 
     Constructor and `run` are collective calls. Tables are built once, as in `Writer`. Each
     direction in use takes two buffers as long as the longest message, at most `MESSAGE_BYTES`. If
-    messages travel through the host, it takes as much pinned host memory.
-
-    Attributes:
-        targets: Targets whose pages this rank must map to unpack messages into them.
+    messages travel through the host, it takes as much pinned host memory. To unpack messages, this
+    rank must map the pages of `targets`.
     """
 
     def __init__(
@@ -374,18 +346,11 @@ class Relay:
         self._error: Exception | None = None
 
     def run(self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]) -> dict[int, int]:
-        """Run all exchanges, and wait for them.
+        """Run all exchanges, and return the digests of the bytes that this rank sent, by target.
 
-        Args:
-            pages: Pages of the targets in `targets`.
-            factors: Factors of the derived parameters, by name.
-
-        Returns:
-            The digests of the bytes that this rank sent, by target.
-
-        Raises:
-            Exception: Packing or unpacking failed on this rank; raised after the exchanges.
-            SyncError: An exchange failed.
+        `pages` has the pages of `targets`, and `factors` the factors of the derived parameters, by
+        name. If packing or unpacking fails on this rank, its error is raised after the exchanges.
+        An exchange that fails raises a SyncError.
         """
         self._error = None
         self._try(partial(self._exchanges[0].pack, factors))

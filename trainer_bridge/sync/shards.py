@@ -64,21 +64,13 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShard:
-    """A box of one parameter that one rank holds as a contiguous row-major tensor.
+    """A box of one parameter that one rank holds as a contiguous row-major tensor."""
 
-    Attributes:
-        name: Checkpoint name of the parameter.
-        global_shape: Shape of the whole parameter.
-        start: First element of the box.
-        shape: Shape of the box, which may be empty.
-        rank: Rank in the trainer's world.
-    """
-
-    name: str
-    global_shape: Ints
-    start: Ints
-    shape: Ints
-    rank: int
+    name: str  # in the checkpoint
+    global_shape: Ints  # of the whole parameter
+    start: Ints  # first element of the box
+    shape: Ints  # of the box, which may be empty
+    rank: int  # in the trainer's world
 
 
 Held = tuple[tuple[Box, Ints], ...]
@@ -88,10 +80,8 @@ Held = tuple[tuple[Box, Ints], ...]
 def holders(name: str, shards: Iterable[SourceShard]) -> Held:
     """Return the boxes of one parameter, with the ranks that hold each.
 
-    Empty shards and duplicates are allowed.
-
-    Raises:
-        ValueError: The shards have different global shapes, or overlap without being equal.
+    Empty shards and duplicates are allowed. Shards with different global shapes, or that overlap
+    without being equal, raise a ValueError.
     """
     shards = sorted(set(shards), key=lambda shard: (shard.start, shard.shape, shard.rank))
     shapes = sorted({shard.global_shape for shard in shards})
@@ -110,10 +100,9 @@ def holders(name: str, shards: Iterable[SourceShard]) -> Held:
 
 @functools.lru_cache(maxsize=4096)  # the layers of a model repeat each other
 def cover(box: Box, held: Held) -> list[tuple[Box, Box, Ints]]:
-    """Intersect `box` with each held box.
+    """Return each intersection of `box` with a held box, as (intersection, held box, its ranks).
 
-    Returns:
-        (intersection, held box, its ranks) for each intersection that is not empty.
+    Empty intersections are left out.
     """
     common = ((box.intersect(whole), whole, ranks) for whole, ranks in held)
     return [(both, whole, ranks) for both, whole, ranks in common if both is not None]
@@ -135,19 +124,12 @@ def local_box(
 ) -> Box:
     """Return the box that the rank at `coordinate` of a mesh holds.
 
-    Uneven sizes are divided as in `torch.chunk`. A `_StridedShard` is interpreted as in FSDP2:
-    another mesh dimension divides the tensor first, and each part is divided again. (torch's
-    `full_tensor()` supports this for even sizes only.)
+    There is one placement per mesh dimension. Uneven sizes are divided as in `torch.chunk`. A
+    `_StridedShard` is interpreted as in FSDP2: another mesh dimension divides the tensor first, and
+    each part is divided again. (torch's `full_tensor()` supports this for even sizes only.)
 
-    Args:
-        global_shape: Shape of the whole tensor.
-        placements: Placement for each mesh dimension.
-        mesh_shape: Shape of the mesh.
-        coordinate: Coordinate of the rank in the mesh.
-
-    Raises:
-        ValueError: The rank's tensor is not a box: a partial sum, or a strided shard without the
-            other mesh dimension.
+    A rank's tensor that is not a box raises a ValueError: a partial sum, or a strided shard without
+    the other mesh dimension.
     """
     splits = tuple(_split(placement, len(global_shape)) for placement in placements)
     start, shape = [0] * len(global_shape), list(global_shape)
@@ -160,8 +142,8 @@ def local_box(
 def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
     """Describe this rank's shard of a parameter: its box of a DTensor, all of any other tensor.
 
-    Raises:
-        ValueError: The placements describe no box, or a box that differs from this rank's tensor.
+    Placements that describe no box, or a box that differs from this rank's tensor, raise a
+    ValueError.
     """
     shape = tuple(param.shape)
     box = Box((0,) * param.ndim, shape)

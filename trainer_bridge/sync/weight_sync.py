@@ -86,27 +86,16 @@ class SyncReceipt:
 
 @dataclass
 class _Round:
-    """The state of a sync in progress.
-
-    Attributes:
-        version: Version that is written.
-        derived: Parameters that are computed from their shards.
-        opened: Targets to abort if the sync fails.
-        leases: Leases of the targets' pages.
-        pages: The targets' mapped pages, by target.
-        buffers: Values of the buffers that the targets get.
-        copy_seconds: Duration of this rank's copies.
-        stages: Seconds of each stage.
-    """
+    """The state of a sync in progress."""
 
     version: int
-    derived: Mapping[str, LowRank]
-    opened: list[UpdatableEngine] = field(default_factory=list)
-    leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    pages: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    copy_seconds: float = 0.0
-    stages: dict[str, float] = field(default_factory=dict)
+    derived: Mapping[str, LowRank]  # parameters that are computed from their shards
+    opened: list[UpdatableEngine] = field(default_factory=list)  # to abort if the sync fails
+    leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of the pages
+    pages: dict[int, Tensor] = field(default_factory=dict)  # mapped, by target
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # values that the targets get
+    copy_seconds: float = 0.0  # duration of this rank's copies
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage
 
 
 class WeightSync:

@@ -29,9 +29,8 @@ _SAMPLED_NAMES, _SAMPLED_ELEMENTS = 8, 1 << 17
 class Shards:
     """The part of parameters and buffers that this rank holds.
 
-    Args:
-        read: Returns the current tensors by checkpoint name, tied ones once. A tensor that is not a
-            DTensor is whole on every rank.
+    `read` returns the current tensors by checkpoint name, tied ones once. A tensor that is not a
+    DTensor is whole on every rank.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -49,8 +48,7 @@ class Shards:
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of every parameter and buffer, by name.
 
-        Raises:
-            ValueError: A parameter is sharded differently than when it was described.
+        A parameter that is sharded differently than when it was described raises a ValueError.
         """
         params = self._read()
         for name, before in self._sharded.items():
@@ -186,14 +184,11 @@ class Writer:
         scratch: Tensor,
         remote: Set[int] = frozenset(),
     ) -> None:
-        """Build the tables.
+        """Build the tables of this rank's copies.
 
-        Args:
-            copies: Copies of this rank.
-            sources: This rank's tensors by name.
-            derived: Names of parameters that are computed from their shard (`LowRank`).
-            scratch: Memory from `scratch_for`. Writers that run on the same stream may share it.
-            remote: Targets on other devices.
+        `sources` has this rank's tensors by name. `derived` names the parameters that are computed
+        from their shard (`LowRank`). `scratch` is from `scratch_for`; writers that run on the same
+        stream may share it. `remote` numbers the targets on other devices.
         """
         self.sources, self._scratch = sources, scratch
         plain: dict[int, list[Rows]] = {}
@@ -219,12 +214,9 @@ class Writer:
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
         """Begin to write all copies.
 
-        On a GPU, writes over links begin first, each target on its own stream. Writes on the same
-        device overlap with them, on the current stream.
-
-        Args:
-            pages: Bytes of each target, uint8.
-            derived: Factors of the derived parameters, by name.
+        `pages` has the bytes of each target, uint8, and `derived` the factors of the derived
+        parameters, by name. On a GPU, writes over links begin first, each target on its own stream.
+        Writes on the same device overlap with them, on the current stream.
         """
         for target in self._remote:
             self._start_remote(target, pages[target])
@@ -291,12 +283,9 @@ class Writer:
 def rounding(
     derived: Mapping[str, LowRank], sources: Mapping[str, Tensor], plan: SyncPlan
 ) -> tuple[float, float]:
-    """Sum `LowRank.rounding` over a sample of the derived parameters.
+    """Sum `LowRank.rounding` over a sample of the derived parameters, as (lost part, product).
 
     The sample takes about eighty kernel launches and one synchronization for any model.
-
-    Returns:
-        Sums of squares of the lost part and of the product.
     """
     names = [name for name in sorted(derived) if sources[name].numel()]
     chosen = names[:: max(1, math.ceil(len(names) / _SAMPLED_NAMES))]

@@ -26,29 +26,18 @@ class MicroBatch:
 
     The sequences are packed end to end in one row, or there is one per row, padded on the right.
     Token target[n] is predicted by the logits at (row[n], kept[column[n]]), sequence by sequence.
-
-    Attributes:
-        rows: Index of each sequence in the batch; -1 for a filler.
-        counts: Number of response tokens of each sequence.
-        input_ids: int64 [B, L].
-        real: bool [B, L], False for padding and fillers.
-        packing: Bounds of packed sequences; None if padded.
-        kept: int64 [K], positions whose logits are needed.
-        row: int64 [N].
-        column: int64 [N].
-        target: int64 [N], response tokens.
-        routed: int16 [B * L, layers, top_k], experts to replay, -1 if unknown; None without replay.
     """
 
-    rows: tuple[int, ...]
-    counts: tuple[int, ...]
-    input_ids: Tensor
-    real: Tensor
-    packing: Packing | None
-    kept: Tensor
-    row: Tensor
-    column: Tensor
-    target: Tensor
+    rows: tuple[int, ...]  # index of each sequence in the batch; -1 for a filler
+    counts: tuple[int, ...]  # response tokens of each sequence
+    input_ids: Tensor  # int64 [B, L]
+    real: Tensor  # bool [B, L], False for padding and fillers
+    packing: Packing | None  # None if padded
+    kept: Tensor  # int64 [K], positions whose logits are needed
+    row: Tensor  # int64 [N]
+    column: Tensor  # int64 [N]
+    target: Tensor  # int64 [N], response tokens
+    # Experts to replay, int16 [B * L, layers, top_k], -1 if unknown; None without replay.
     routed: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
@@ -196,21 +185,11 @@ class SequenceBatch:
 def dispatch(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
-    """Dispatch the batch to ranks, and return this rank's sequences in chunks.
+    """Dispatch the batch to ranks, and return the indices of this rank's sequences in chunks.
 
-    All ranks get the same numbers of chunks and of sequences per chunk, because their collectives
-    must match.
-
-    Args:
-        batch: The whole batch.
-        rank: This rank.
-        world: Number of ranks.
-        size: Number of sequences per chunk.
-        packed: Limit the tokens of a chunk to `size` times those of the longest sequence, instead
-            of limiting its sequences to `size`.
-
-    Returns:
-        Indices of sequences by chunk, the longest first; -1 is a filler.
+    Long sequences come first, and -1 is a filler. All ranks get the same numbers of chunks and of
+    sequences per chunk, because their collectives must match. `size` limits the sequences of a
+    chunk. If `packed`, the limit is `size` times the tokens of the longest sequence instead.
     """
     lengths = batch.lengths
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))

@@ -63,13 +63,8 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
 def whole_directory(directory: str) -> Iterator[str]:
     """Replace `directory` as a whole if the block succeeds on all ranks; a collective call.
 
-    If the block fails on a rank, the new directory is removed and every rank raises.
-
-    Args:
-        directory: Directory to replace.
-
-    Yields:
-        Path of the new directory to write into.
+    The block writes into the new directory, whose path is yielded. If the block fails on a rank,
+    the new directory is removed and every rank raises.
     """
     directory = os.path.abspath(directory)
     partial = f"{directory}.partial"
@@ -121,16 +116,10 @@ def load(
     adapters: Mapping[str, Any] | None = None,
     began_with: str | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint, perhaps of another number of ranks, into `tensors` in place.
+    """Load a checkpoint, perhaps of another number of ranks, into `tensors`; return its values.
 
-    Args:
-        directory: Directory of the checkpoint.
-        tensors: Tensors to fill, by name.
-        adapters: `Adapters.identity`, which the stored value must equal.
-        began_with: `weights_digest`, which the stored value must equal.
-
-    Returns:
-        The stored values.
+    The stored adapters must equal `adapters` (`Adapters.identity`). The stored digest, if there is
+    one, must equal `began_with` (`weights_digest`).
 
     Raises:
         ValueError: The checkpoint is incomplete, or belongs to another model or other adapters.

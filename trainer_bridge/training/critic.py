@@ -17,14 +17,7 @@ class Critic:
 
     It starts with the policy's weights and a zero value head. The value of a token comes from the
     position that predicts the token, which sees the prompt and the response before it, but not the
-    token itself.
-
-    Attributes:
-        config: The critic's configuration, derived from the policy's.
-        model: The sharded model.
-        optimizer: AdamW over all parameters.
-        step: Number of updates.
-        schedule: Learning rate.
+    token itself. `config` is the critic's own, derived from the policy's. `step` counts updates.
     """
 
     def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver) -> None:
@@ -44,17 +37,11 @@ class Critic:
     def update(self, batch: SequenceBatch) -> dict[str, float]:
         """Run one AdamW step on the clipped squared error to `returns`.
 
-        The loss is averaged over all response tokens of the batch.
-
-        Args:
-            batch: Sequences with `values` and `returns`.
-
-        Returns:
-            value_loss, value_clip_fraction, critic_grad_norm (before clipping) and
-            critic_learning_rate.
+        The loss is averaged over all response tokens of the batch. The result has value_loss,
+        value_clip_fraction, critic_grad_norm (before clipping) and critic_learning_rate.
 
         Raises:
-            ValueError: The batch lacks a field.
+            ValueError: The batch lacks `values` or `returns`.
             FloatingPointError: A gradient is not finite. Nothing has changed.
         """
         check_learning("update_critic", batch, self.model.config, ["values", "returns"])

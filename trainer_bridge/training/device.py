@@ -24,25 +24,17 @@ class Runtime:
     """A device and the ranks of a process group, on which one trainer runs.
 
     A subclass replaces the device: the planner's runs a trainer on tensors without memory.
-
-    Attributes:
-        device: Device of this rank.
-        mesh: Ranks over which models are sharded.
-        rank: Index of this rank among the ranks that share the sequences of a batch.
-        world: Number of these ranks.
-        attention: transformers' name of the models' attention; None leaves it the choice.
-        packed_attention: transformers' name of the attention over packed sequences, for models that
-            support it (`pack_if_possible`); None pads sequences.
-        owns_group: Whether `close` ends the default process group.
     """
 
     device: torch.device
-    mesh: DeviceMesh
-    rank: int
-    world: int
-    attention: str | None = None
+    mesh: DeviceMesh  # ranks over which models are sharded
+    rank: int  # among the ranks that share the sequences of a batch
+    world: int  # number of these ranks
+    attention: str | None = None  # name in transformers; None lets transformers choose
+    # Name of the attention over packed sequences, for models that support it (`pack_if_possible`);
+    # None pads sequences.
     packed_attention: str | None = PACKED
-    owns_group: bool = False
+    owns_group: bool = False  # whether `close` ends the default process group
 
     @classmethod
     def open(cls, name: str) -> Self:

@@ -38,9 +38,6 @@ class CheckpointFiles:
 
     The tensors of the files may have other names and parts than the parameters (`spellings`). Files
     are mapped, and only the requested boxes are read.
-
-    Attributes:
-        path: The directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,14 +49,10 @@ class CheckpointFiles:
             self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
-        """Look up all parameters in the files, before any box is read.
+        """Look up all parameters in the files by name and shape, before any box is read.
 
-        Args:
-            shapes: Shape of each parameter, by name.
-            ignore: Names that the files may contain, too.
-
-        Raises:
-            ValueError: Names are missing or unknown, or shapes differ; the text lists them.
+        A ValueError lists missing and unknown names, and shapes that differ. Names in `ignore` may
+        be in the files, too.
         """
         self._ways = {name: self._way(name, shape) for name, shape in shapes.items()}
         parts = chain.from_iterable(self._ways.values())
@@ -125,10 +118,8 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
     """Materialize the buffers of a meta model on a device.
 
     Buffers that checkpoints contain are fp32 zeros until a checkpoint is read. Others are computed
-    on the CPU, for the same bits on every device, by constructing their modules again.
-
-    Raises:
-        ValueError: A module with such buffers cannot be constructed from its config.
+    on the CPU, for the same bits on every device, by constructing their modules again. A ValueError
+    names a module with such buffers that cannot be constructed from its config.
     """
     for name, buffer in stored_buffers(model).items():
         zeros = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
@@ -150,14 +141,13 @@ def randomise_weights(
 ) -> None:
     """Initialize the shards as transformers initializes decoders.
 
-    Matrices are normal, norms one; biases and the embedding of the padding token are zero. Every
-    rank draws each parameter whole, on its device. On one kind of device the bits depend only on
-    the seed, on the parameter's name and shape, and on the dtype of the draw.
+    Matrices are normal, with the deviation `initializer_range` of the model's configuration if it
+    has one. Norms are one; biases and the embedding of the padding token are zero. Every rank draws
+    each parameter whole, on its device, in the dtype of `config`, and then casts it. On one kind of
+    device the bits depend only on the seed, on the parameter's name and shape, and on the dtype of
+    the draw.
 
-    Args:
-        model: Sharded model, whose configuration may have an `initializer_range`.
-        config: Seed, and the dtype of the draw, which is then cast.
-        into: Tensors to fill in place of shards, by parameter, on any device.
+    `into` has tensors to fill in place of shards, by parameter, on any device.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))

@@ -34,13 +34,8 @@ STACKS = ("gate_up_proj", "down_proj")
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter: y = W x + bias + scale * B (A x).
 
-    It replaces a layer, whose weight and bias it shares.
-
-    Attributes:
-        lora_a: A, [rank, in].
-        lora_b: B, [out, rank].
-        scale: Factor of the adapter.
-        adapted: Whether the adapter is enabled.
+    It replaces a layer, whose weight and bias it shares. A is `lora_a`, [rank, in], and B is
+    `lora_b`, [out, rank]. `adapted` says whether the adapter is enabled.
     """
 
     def __init__(self, layer: nn.Linear, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -60,13 +55,9 @@ class LoraLinear(nn.Linear):
 class LoraStack(nn.Module):
     """The adapters of a stack of experts' matrices.
 
-    The experts' module owns it under `stack_name`, and its forward adds scale * B (A x).
-
-    Attributes:
-        lora_a: A, [experts, rank, in].
-        lora_b: B, [experts, out, rank].
-        scale: Factor of the adapters.
-        adapted: Whether the adapters are enabled.
+    The experts' module owns it under `stack_name`, and its forward adds scale * B (A x). A is
+    `lora_a`, [experts, rank, in], and B is `lora_b`, [experts, out, rank]. `adapted` says whether
+    the adapters are enabled.
     """
 
     def __init__(self, stack: Tensor, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -99,8 +90,8 @@ def stack_name(name: str) -> str:
 def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze a model, and add undefined adapters to the layers that `config` names.
 
-    Raises:
-        ValueError: A name matches no linear layer, or a layer that shares its weight with another.
+    A ValueError lists names that match no linear layer, or names a layer that shares its weight
+    with another.
     """
     if unknown := sorted(set(config.target_modules) - target_names(model)):
         known = ", ".join(sorted(target_names(model)))
@@ -187,15 +178,12 @@ class Adapters:
     """The adapters of a sharded model, owned by the trainer.
 
     All methods are collective calls.
-
-    Attributes:
-        names: Names of the adapted parameters.
     """
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._config = config
         self._adapted = adapted_params(model)
-        self.names = tuple(self._adapted)
+        self.names = tuple(self._adapted)  # of the adapted parameters
 
     def factors(self) -> dict[str, LowRank]:
         """Return the factors of this rank's shards by parameter; valid until the next update."""
@@ -210,10 +198,7 @@ class Adapters:
         """Save the adapters in PEFT's format, replacing `directory` as a whole.
 
         Tensors have the adapters' dtype. Experts are saved as PEFT's `target_parameters`.
-
-        Args:
-            directory: Directory to replace.
-            base_path: Name of the base model in adapter_config.json.
+        `base_path` becomes the name of the base model in adapter_config.json.
         """
         from safetensors.torch import save_file
 

@@ -19,15 +19,10 @@ _ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
 
 
 def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of tokens, and the entropies of their distributions.
+    """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
-    Args:
-        logits: [N, V], of any float dtype.
-        target: int64 [N], the tokens.
-        temperature: Divides the logits.
-
-    Returns:
-        log_softmax(logits / temperature)[target], and the entropy without gradient, both fp32 [N].
+    The log-probabilities are log_softmax(logits / temperature)[target], of `logits` [N, V] in any
+    float dtype and `target` int64 [N]. The entropies have no gradient.
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logp.gather(-1, target[:, None]).squeeze(-1)
@@ -42,15 +37,9 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute PPO's clipped policy loss.
 
-    The loss is -sum(min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)) with
-    ratio = exp(logprobs - old).
-
-    Args:
-        logprobs: fp32 [N], with gradient.
-        old: fp32 [N], log-probabilities under the policy that generated the tokens.
-        advantages: fp32 [N].
-        eps_low: Lower clip range.
-        eps_high: Upper clip range.
+    The loss is -sum(min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)), where ratio is
+    exp(logprobs - old). All tensors are fp32 [N]. `old` has the log-probabilities under the policy
+    that generated the tokens.
 
     Returns:
         fp32 sums over the tokens: the loss; the number of tokens whose clipped term is the smaller;
@@ -70,11 +59,7 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Sum the k3 estimate of the KL divergence from the reference over tokens.
 
     The estimate r - 1 - log(r) with r = exp(reference - logprobs) is never negative, and unbiased
-    for tokens drawn from the policy.
-
-    Args:
-        logprobs: fp32 [N], with gradient.
-        reference: fp32 [N].
+    for tokens drawn from the policy. Both tensors are fp32 [N].
     """
     log_ratio = reference - logprobs
     return (log_ratio.exp() - 1 - log_ratio).sum()
@@ -83,13 +68,8 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Compute PPO's clipped value loss.
 
-    The loss is sum(max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2)) / 2.
-
-    Args:
-        values: fp32 [N], with gradient.
-        old: fp32 [N], values before the update.
-        returns: fp32 [N].
-        limit: Clip range.
+    The loss is sum(max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2)) / 2. All tensors are
+    fp32 [N]. `old` has the values before the update.
 
     Returns:
         fp32 sums over the tokens: the loss, and the number of tokens whose clipped term is the
@@ -129,20 +109,9 @@ def score_tokens(
 ) -> list[list[float]]:
     """Score a batch with a model in eval mode; a collective call.
 
-    The model is left sharded.
-
-    Args:
-        model: The sharded model.
-        batch: The whole batch, the same on every rank.
-        score: Computes [N] values for a micro batch.
-        micro_batch_size: Sequences per micro batch, as for `dispatch`.
-        runtime: Device and ranks.
-
-    Returns:
-        The values of all sequences, on every rank.
-
-    Raises:
-        ValueError: The model does not support the batch (`check_tokens`).
+    Every rank passes the whole batch, and gets the values of all sequences. `score` computes [N]
+    values for a micro batch. `micro_batch_size` counts sequences, as for `dispatch`. The model is
+    left sharded. A batch that the model does not support raises a ValueError (`check_tokens`).
     """
     check_tokens(batch, model.config)
     model.eval()
@@ -166,15 +135,9 @@ def add_gradients(
 ) -> list[float]:
     """Accumulate the gradients of a batch with a model in training mode; a collective call.
 
-    Args:
-        model: The sharded model.
-        batch: The whole batch, the same on every rank.
-        backward: Adds the gradient of a micro batch, and returns sums over its tokens.
-        micro_batch_size: Sequences per micro batch, as for `dispatch`.
-        runtime: Device and ranks.
-
-    Returns:
-        The sums over all ranks, divided by the number of response tokens of the batch.
+    Every rank passes the whole batch. `backward` adds the gradient of a micro batch, and returns
+    sums over its tokens. `micro_batch_size` counts sequences, as for `dispatch`. The result has the
+    sums over all ranks, divided by the number of response tokens of the batch.
     """
     model.train()
     parts = [*map(backward, _micro_batches(model, batch, micro_batch_size, runtime))]
@@ -187,8 +150,8 @@ def policy_gradient(
 ) -> list[float]:
     """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
-    Returns:
-        Sums of loss, clipped tokens, KL estimate and entropy over the micro batch's tokens.
+    The result has sums over the micro batch's tokens: loss, clipped tokens, KL estimate and
+    entropy.
     """
     coefficient = config.router_aux_loss_coef
     real = micro.real if coefficient else None

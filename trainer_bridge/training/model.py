@@ -62,19 +62,15 @@ def build_model(
     With `config.optimizer_offload` the weights stay undefined: the caller fills the masters first
     (`fill_weights`). The shards keep their addresses for good.
 
-    Args:
-        config: Configuration of the trainer.
-        runtime: Device and ranks.
-        saver: Saver of the tag.
-        shard_dims: Dimension to shard, by parameter, if it is not the first (`aligned_dims`).
-        layout: Layout of a rollout's weights, which the parameters adopt (one rank).
-        tag: Tag of the shards. `critic` replaces the output embedding by a value head with one
-            output per token, initially zero. `reference` builds a frozen model in the dtype of
-            forward, because weights that never change need no masters.
+    `shard_dims` has the dimension to shard, by parameter, if it is not the first (`aligned_dims`).
+    On one rank, the parameters can adopt the `layout` of a rollout's weights.
 
-    Raises:
-        ValueError: A file is missing; parameters are missing, unknown, of another shape, or cannot
-            be sharded or laid out as requested; or an adapter's target does not exist.
+    The shards lie on `tag`. `critic` replaces the output embedding by a value head with one output
+    per token, initially zero. `reference` builds a frozen model in the dtype of forward, because
+    weights that never change need no masters.
+
+    A ValueError reports a missing file; parameters that are missing, unknown, of another shape, or
+    cannot be sharded or laid out as requested; or an adapter's target that does not exist.
     """
     check_directory(config.model_dir)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)

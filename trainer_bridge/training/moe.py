@@ -25,19 +25,12 @@ def register_experts() -> None:
 
 
 def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted outputs of the experts chosen for each token.
+    """Compute the weighted outputs, [T, H], of the experts chosen for each token.
 
-    Intermediate results are rounded as in the module's own forward. Experts other than plain gated
-    ones use transformers' own `grouped_mm`.
-
-    Args:
-        experts: Module of transformers with stacked weights.
-        x: [T, H], tokens.
-        ids: int64 [T, k], the experts of each token.
-        weights: [T, k], their weights, of x's dtype or fp32.
-
-    Returns:
-        [T, H].
+    The tokens `x` are [T, H], their experts `ids` int64 [T, k], and `weights` [T, k] of x's dtype
+    or fp32. `experts` is a module of transformers with stacked weights. Intermediate results are
+    rounded as in the module's own forward. Experts other than plain gated ones use transformers'
+    own `grouped_mm`.
     """
     if experts.has_bias or experts.is_transposed or not getattr(experts, "has_gate", True):
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -103,17 +96,13 @@ Routed = tuple[Tensor, Tensor, Tensor]
 def replay(model: Any, routed: Tensor | None) -> Iterator[None]:
     """Route tokens to given experts inside the block.
 
-    The experts are weighted by the model's own scores, so routers are trained as without replay.
-    Run the backward pass inside the block, too, because it may recompute layers.
+    `routed` has integers [T, layers with experts, top_k]. The model chooses where they are -1, or
+    everywhere if `routed` is None. The experts are weighted by the model's own scores, so routers
+    are trained as without replay. Run the backward pass inside the block, too, because it may
+    recompute layers.
 
-    Args:
-        model: A model of transformers.
-        routed: Integers [T, layers with experts, top_k]; the model chooses where they are -1. None
-            lets the model choose everywhere.
-
-    Raises:
-        ValueError: The shape does not fit the model, or the model's routers do not return their
-            experts.
+    A shape that does not fit the model raises a ValueError. So does the forward pass of routers
+    that do not return their experts.
     """
     with contextlib.ExitStack() as undo:
         if routed is not None:
@@ -184,17 +173,10 @@ class LoadBalance:
 
 @contextlib.contextmanager
 def load_balance(model: Any, real: Tensor | None) -> Iterator[LoadBalance | None]:
-    """Record the routing of forward passes inside the block.
+    """Record the routing of forward passes inside the block, and yield their balance.
 
-    Run the backward pass inside the block, too: if it recomputes layers, they must run the same
-    operations again.
-
-    Args:
-        model: A mixture of experts of transformers.
-        real: bool [B, L], False for padding; None records nothing.
-
-    Yields:
-        The balance of the recorded passes; None if `real` is None.
+    `real` is bool [B, L], False for padding; None records nothing and yields None. Run the backward
+    pass inside the block, too: if it recomputes layers, they must run the same operations again.
     """
     if real is None:
         yield None

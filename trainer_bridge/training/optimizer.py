@@ -56,15 +56,9 @@ class StreamedAdamW(torch.optim.Optimizer):
     ) -> None:
         """Allocate masters and moments, all zero: fill the masters, then call `publish`.
 
-        Args:
-            params: DTensors of any dtype whose shards keep their addresses. Their values are not
-                read.
-            config: Configuration of the trainer.
-            runtime: Device and ranks.
-            chunk: Elements per chunk, a multiple of 64; None takes `CHUNK`.
-
-        Raises:
-            HostMemoryError: Host memory is missing; the text says how much.
+        `params` are DTensors of any dtype whose shards keep their addresses; their values are not
+        read. `chunk` counts elements, a multiple of 64; None takes `CHUNK`. A HostMemoryError says
+        how much host memory is missing.
         """
         defaults = {"lr": config.learning_rate, "betas": config.betas}
         super().__init__(
@@ -203,19 +197,12 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate that is constant or falls linearly.
+    """A learning rate that is constant or falls linearly."""
 
-    Attributes:
-        learning_rate: The configured learning rate.
-        rate: Learning rate after `start` updates.
-        start: Updates before the decay begins.
-        end: Updates after which the rate is 0; None keeps it constant.
-    """
-
-    learning_rate: float
-    rate: float
-    start: int = 0
-    end: int | None = None
+    learning_rate: float  # as configured
+    rate: float  # after `start` updates
+    start: int = 0  # updates before the decay begins
+    end: int | None = None  # updates after which the rate is 0; None keeps it constant
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Schedule:
@@ -229,15 +216,12 @@ class Schedule:
         return self.rate * max(0.0, 1 - (updates - self.start) / max(1, self.end - self.start))
 
     def continuing(self, stored: Mapping[str, Any] | None, done: int) -> Schedule:
-        """Return the schedule of a run that continues from a checkpoint.
+        """Return the schedule of a run that continues from a checkpoint after `done` updates.
 
         It is the stored schedule. If the end differs, the rate falls from that of the last update,
         because a new end must never raise it. If the learning rate differs, or if one of the two
-        schedules is constant, this schedule applies.
-
-        Args:
-            stored: Fields of the checkpoint's schedule; None if it has none.
-            done: Updates before the checkpoint.
+        schedules is constant, this schedule applies. `stored` has the fields of the checkpoint's
+        schedule; None if it has none.
         """
         if stored is None or not done:
             return self
@@ -254,11 +238,8 @@ def optimizer_step(
 ) -> float:
     """Clip the gradients, run step `done + 1` with learning rate `rate`, and free the gradients.
 
-    Returns:
-        The norm of the gradients before clipping.
-
-    Raises:
-        FloatingPointError: The norm is not finite. Parameters are unchanged.
+    The result is the norm of the gradients before clipping. If it is not finite, the call raises a
+    FloatingPointError, and the parameters are unchanged.
     """
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm

@@ -19,17 +19,11 @@ _PLAIN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The bounds of S sequences in a row of T tokens.
+    """The bounds of S sequences in a row of T tokens."""
 
-    Attributes:
-        lengths: Tokens of each sequence.
-        bounds: int32 [S + 1], 0 followed by the end of each sequence.
-        position_ids: int64 [1, T], counted from 0 in each sequence.
-    """
-
-    lengths: tuple[int, ...]
-    bounds: Tensor
-    position_ids: Tensor
+    lengths: tuple[int, ...]  # tokens of each sequence
+    bounds: Tensor  # int32 [S + 1], 0 followed by the end of each sequence
+    position_ids: Tensor  # int64 [1, T], counted from 0 in each sequence
 
 
 def packed_attention(
@@ -47,21 +41,12 @@ def packed_attention(
     """Compute causal attention within each sequence, by the interface of transformers.
 
     FlashAttention runs one kernel for all sequences. Otherwise there is one call per run of
-    sequences with equal length.
+    sequences with equal length. `flash` uses FlashAttention if it supports dtype and width; None
+    uses it if the device supports it, too.
 
-    Args:
-        module: The attention module; unused.
-        query: [1, heads, T, width].
-        key: [1, key heads, T, width].
-        value: [1, key heads, T, value width].
-        attention_mask: None.
-        packing: Bounds of the sequences.
-        scaling: Factor of the scores; None is 1 / sqrt(width).
-        flash: Use FlashAttention if it supports dtype and width; None uses it if the device
-            supports it, too.
-
-    Returns:
-        [1, T, heads, value width], and None in place of the attention weights.
+    The query is [1, heads, T, width], the key [1, key heads, T, width], and the value
+    [1, key heads, T, value width]. The result is [1, T, heads, value width], and None in place of
+    the attention weights. `scaling` multiplies the scores; None is 1 / sqrt(width).
     """
     if flash is None:
         flash = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -110,10 +95,8 @@ def pack_if_possible(model: Any, attention: str | None) -> None:
     """Set a packed attention for a transformers model if its family supports packing.
 
     A family supports it if tokens interact only by plain causal attention without a window.
-
-    Args:
-        model: The model; `packs` returns the outcome.
-        attention: Name of the packed attention; None disables packing.
+    `attention` is the name of the packed attention; None disables packing. `model.packs` has the
+    outcome.
     """
     config = model.config
     plain = config.model_type in _PLAIN and getattr(config, "sliding_window", None) is None
