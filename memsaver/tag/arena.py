@@ -351,6 +351,8 @@ class Arena:
 
     def close(self) -> None:
         """Release all memory; addresses stay reserved while tensors on them are alive."""
+        self.forget_clean_copy()
+        self.backup = None
         shim.library().ms_set_state(self.slot, shim.PAUSED)
         if self.aliased is not None:
             self.unmap(contextlib.ExitStack())

@@ -247,6 +247,21 @@ def test_saver_releases_memory_when_dropped_or_closed(device: str, how: str) -> 
     assert before - process_bytes(device) == counted(8 << 20, device)
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_closed_saver_keeps_no_saved_content(device: str, paused: bool) -> None:
+    saver = memsaver.MemorySaver(device)
+    tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host").fill_(1)
+    gc.collect()
+    used = saver.pinned_arena.used_bytes
+    if paused:
+        saver.pause()
+    else:
+        saver.save("t", version=1)
+    assert saver.pinned_arena.used_bytes == used + tensor.nbytes
+    saver.close()
+    assert saver.pinned_arena.used_bytes == used
+
+
 def test_events_and_report_are_plain_data(device: str) -> None:
     saver = memsaver.MemorySaver(device, limit_bytes=1 << 30)
     tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host")
