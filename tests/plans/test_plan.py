@@ -16,7 +16,7 @@ import recipes
 from recipes.cli import main
 from recipes.config.recipe import Recipe
 from recipes.planner.command import plan_of, print_plan
-from recipes.planner.memory_plan import MemoryPlan, Shortage, remedied
+from recipes.planner.memory_plan import MemoryPlan, Shortage, Switch, remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
 from tests.helpers.docs.pages import ROOT
@@ -188,7 +188,7 @@ def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
 def test_text_in_square_brackets_is_printed_unchanged() -> None:
     plan = plan_of(recipes.load("tiny", SMALL), "a[bold]b", gpu=None)
     assert plan.switch is not None
-    switch = plan.switch._replace(lines=["stays: [optim]"])
+    switch = Switch(*plan.switch[:-1], lines=["stays: [optim]"])
     shortages = {"trainer": Shortage(1, "short", "set cycle.resident=[params]")}
     plan = replace(plan, switch=switch, notes=("[/] and [red]",), shortages=shortages)
     console = Console(width=200, file=io.StringIO())
