@@ -14,8 +14,7 @@ class BuildShim(build_ext):
     """Build that names the shim by the digest of its sources, as the package looks for it."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        name = SOURCES["library_name"]("shim", SOURCES["SHIM_SOURCES"], SOURCES["SHIM_FLAGS"])
-        return "/".join([*fullname.split(".")[:-1], name])
+        return "/".join([*fullname.split(".")[:-1], SOURCES["shim_name"]()])
 
 
 class OneWheel(bdist_wheel):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memsaver.errors import CompilerError
-from memsaver.native.sources import HERE, SHIM_FLAGS, SHIM_SOURCES, library_name
+from memsaver.native.sources import HERE, SHIM_FLAGS, SHIM_SOURCES, library_name, shim_name
 from memsaver.system.files import cache_dir
 
 
@@ -66,7 +66,7 @@ def build_library(
 
 def shim_library() -> Path:
     """Return the shim that the wheel brought, or the one compiled from a source tree."""
-    packaged = HERE / library_name("shim", SHIM_SOURCES, SHIM_FLAGS)
+    packaged = HERE / shim_name()
     if packaged.exists():
         return packaged
     purpose = "a source tree compiles its C shim on first use (install gcc, or memsaver's wheel)"

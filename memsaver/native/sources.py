@@ -18,3 +18,8 @@ def library_name(stem: str, sources: Sequence[Path], flags: Sequence[str]) -> st
     for path in [*sources, *sorted(HERE.glob("*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
     return f"{stem}-{digest.hexdigest()[:16]}.so"
+
+
+def shim_name() -> str:
+    """Return the file name of the shim of these sources, in a wheel as in the cache."""
+    return library_name("shim", SHIM_SOURCES, SHIM_FLAGS)
