@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import SOCK_SEQPACKET
@@ -119,19 +119,27 @@ def own_fds() -> int:
     return count
 
 
+def settled(read: Callable[[], int], still: float = 0.05, patience: float = 2.0) -> int:
+    """Return a count once it has not changed for `still` seconds, or after `patience` seconds.
+
+    Garbage cycles of earlier tests are collected first; threads may still release what they held.
+    """
+    gc.collect()
+    count, since = read(), time.monotonic()
+    end = since + patience
+    while time.monotonic() < min(since + still, end):
+        time.sleep(0.005)
+        if (now := read()) != count:
+            count, since = now, time.monotonic()
+    return count
+
+
 def settled_fds(patience: float = 2.0) -> int:
     """Return `open_fds()` after descriptors of earlier tests are gone.
 
     Garbage cycles, such as gloo's process groups, hold some, and threads close connections.
     """
-    gc.collect()
-    count, since = open_fds(), time.monotonic()
-    end = since + patience
-    while time.monotonic() < min(since + 0.05, end):
-        time.sleep(0.005)
-        if (now := open_fds()) != count:
-            count, since = now, time.monotonic()
-    return count
+    return settled(open_fds, patience=patience)
 
 
 def open_files_in(directory: Path) -> int:

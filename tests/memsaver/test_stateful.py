@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from hypothesis.stateful import (
 import memsaver
 from memsaver.tag import transaction as switch
 from tests.helpers.case_selection import rounds
-from tests.helpers.memory import process_bytes
+from tests.helpers.memory import process_bytes, settled
 from tests.helpers.memsaver.savers import driver_calls, until
 
 TAGS = {"weights": "host", "kv_cache": "discard", "optim": "disk"}
@@ -418,17 +417,9 @@ class TestSaverOnGpu(CudaMachine.TestCase):
     def runTest(self) -> None:
         CudaMachine.counts = False
         super().runTest()
-        wait_until_released()
+        settled(lambda: process_bytes(CudaMachine.device), still=0.5, patience=30.0)
         CudaMachine.counts = True
         super().runTest()
-
-
-def wait_until_released(seconds: float = 0.5) -> None:
-    """Collect the savers of earlier examples, and wait until their memory has left the device."""
-    used = None
-    while used != (used := process_bytes(CudaMachine.device)):
-        gc.collect()
-        time.sleep(seconds)
 
 
 TestSaver.settings = TestSaverOnGpu.settings = settings(
