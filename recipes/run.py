@@ -160,10 +160,15 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                 setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
             )
             prompts = setup.prompt_digests()
-            loop.run(first, lambda step: _save(folder, trainer, step, recipe, prompts))
+            loop.run(
+                first,
+                lambda step: _save(folder, trainer, step, recipe, prompts),
+                lambda step: _export(folder, trainer, step, recipe),
+            )
     finally:
         monitor.close()
-    view.note(f"done: {folder.path}")
+    export = folder.export_of(recipe.steps)
+    view.note(f"done: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
 
 
 def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
@@ -210,6 +215,12 @@ def _save(
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )
+
+
+def _export(folder: RunFolder, trainer: Any, step: int, recipe: Recipe) -> None:
+    # Without its base, which is random, an adapter is of no use.
+    merge = bool(recipe.lora.rank) and recipe.model.random_init
+    folder.save_export(step, lambda path: trainer.save_pretrained(str(path), merge_adapters=merge))
 
 
 def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:

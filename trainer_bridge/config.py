@@ -13,7 +13,7 @@ from trainer_bridge.tags import TRAINER_TAGS
 
 Dtype = Literal["float32", "bfloat16"]
 Checkpointing = Literal["layers", "mlp", "none"]
-_DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 _CHECKPOINTING = ("layers", "mlp", "none")
 Rule = tuple[Callable[[Any], object] | bool, str]
 """A check of a field's value, or its result, and the text of the error."""
@@ -169,12 +169,12 @@ class TrainerConfig:
         offloads = not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
-        dtypes, modes = " or ".join(_DTYPES), ", ".join(_CHECKPOINTING)
+        dtypes, modes = " or ".join(DTYPES), ", ".join(_CHECKPOINTING)
         _check(
             self,
             ("model_path", bool, "name a Hugging Face model directory"),
-            ("dtype", self.dtype in _DTYPES, f"use {dtypes}"),
-            ("param_dtype", self.param_dtype in (None, *_DTYPES), f"use {dtypes}, or None"),
+            ("dtype", self.dtype in DTYPES, f"use {dtypes}"),
+            ("param_dtype", self.param_dtype in (None, *DTYPES), f"use {dtypes}, or None"),
             ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {modes}"),
             ("learning_rate weight_decay kl_loss_coef router_aux_loss_coef", *_FINITE),
             ("adam_eps clip_eps_high", *_POSITIVE),

@@ -17,7 +17,7 @@ from rollout.engine_base import SaverSide
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
 from rollout.weights import Manifest
-from trainer_bridge.config import TrainerConfig
+from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
@@ -28,6 +28,7 @@ from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.device import Runtime
+from trainer_bridge.training.export import ShardedWeights, save_folder
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
 from trainer_bridge.training.losses import (
     add_gradients,
@@ -471,21 +472,41 @@ class Trainer(SaverSide):
         self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)
         return values["extra"]
 
-    def save_adapters(self, directory: str) -> None:
-        """Save the adapters in PEFT's format, replacing an older directory as a whole.
+    def save_pretrained(
+        self, directory: str, *, dtype: Dtype | None = None, merge_adapters: bool = False
+    ) -> None:
+        """Save the policy as a Hugging Face folder, or its adapters in PEFT's form.
+
+        The folder has weights under the names of the model's directory, config.json, and copies of
+        tokenizer, chat template and generation config. transformers, vLLM and `Engine` load it. A
+        trainer with adapters saves the adapters alone, for `PeftModel.from_pretrained`.
+
+        The ranks gather one parameter at a time. Rank 0 writes, in files of about 2 GiB. An older
+        export is replaced as a whole or not at all.
 
         Args:
-            directory: Directory that `PeftModel.from_pretrained` can read.
+            directory: Directory of the export, on a disk of rank 0.
+            dtype: Dtype of the weights; None: the dtype of forward and rollout (`param_dtype`), or
+                the dtype of the adapters. With `optimizer_offload` the parameters are exported,
+                which are already rounded, not the masters.
+            merge_adapters: Save the whole model with the adapters merged, with the bits that
+                `sync_weights` writes.
 
         Raises:
-            ValueError: The trainer has no adapters.
             StateError: Tag `params` is offloaded.
-            OtherRankFailed: Another rank failed; the older directory stays.
+            ValueError: `dtype` is unknown, `merge_adapters` does not fit the trainer, the model's
+                directory has gone or changed, or `directory` holds other files than an export.
+                Nothing has changed.
+            OSError: The disk is full or read-only; the older folder stays.
+            OtherRankFailed: Another rank failed; the older folder stays.
         """
-        self._require("save_adapters", PARAMS)
-        if self._adapters is None:
-            raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
-        self._adapters.save(directory, self.config.model_path)
+        self._require("save_pretrained", PARAMS)
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"save_pretrained(dtype={dtype!r}): use {' or '.join(DTYPES)}")
+        self._offloader.await_content()
+        weights = ShardedWeights(self.model, self.config)
+        own = None if dtype is None else getattr(torch, dtype)
+        save_folder(directory, weights, own, merge_adapters=merge_adapters)
 
     def close(self) -> None:
         """Unmap the rollouts' pages, and end the process group if the trainer opened it.

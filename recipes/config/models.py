@@ -334,11 +334,14 @@ class CheckpointSection:
     Attributes:
         every: Steps between checkpoints; 0: no checkpoints.
         keep: Number of newest checkpoints to keep.
+        export_every: Steps between exports of the model as a Hugging Face folder, all of which
+            stay; 0: only after the last step; null: none.
         max_restarts: How often a run that lost an actor restarts from its last checkpoint.
     """
 
     every: CountOrZero = 10
     keep: Count = 1
+    export_every: CountOrZero | None = 0
     max_restarts: CountOrZero = 0
 
 

@@ -10,6 +10,7 @@
     restarts.jsonl      a line for each restart after the loss of a worker
     checkpoints/step_N/
     checkpoints/latest  name of the newest complete checkpoint
+    exports/step_N/     the model as a Hugging Face folder
     model/              config and tokenizer of a random model
     .lock               locked while a run uses the folder
 
@@ -50,6 +51,7 @@ STAGES = "stages"  # process of a trace for stages and steps
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
+_EXTRA = ("evaluate", "save_checkpoint", "export")  # stages that few steps have
 _OTHER_MATCHES = "exact_match_"  # prefix of an evaluation's further exact matches
 
 Row = dict[str, Any]
@@ -91,9 +93,9 @@ class Run:
         return [row for row in rows if None not in map(row.get, keys)]
 
     def one_step(self) -> Span | None:
-        """Return the last step without evaluation and checkpoint, or else the last step."""
+        """Return the last step without a stage that few steps have, or else the last step."""
         steps = [span for span in self.spans if span.is_step]
-        extra = [span for span in self.spans if span.name in ("evaluate", "save_checkpoint")]
+        extra = [span for span in self.spans if span.name in _EXTRA]
         for step in reversed(steps):
             if not any(step.begin <= span.begin < step.end for span in extra):
                 return step
@@ -104,7 +106,7 @@ def kind_of(stage: str) -> str:
     """Return the side that works in a stage ("rollout", "train"), or "switch" for moves."""
     if stage in ("generate_sequences", "evaluate"):
         return "rollout"
-    return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"
+    return "train" if stage.startswith(("compute_", "update_", "save_", "export")) else "switch"
 
 
 def switch_seconds(row: Mapping[str, Any]) -> float:
@@ -336,6 +338,27 @@ class RunFolder:
             raise RecipeError(f"--resume {self.path}: holds no checkpoint; start again: {again}")
         return self._latest.parent / self._latest.read_text().strip()
 
+    def checkpoint_of(self, step: int | None) -> Path:
+        """Return the checkpoint of a step, or the newest one for None.
+
+        Raises:
+            RecipeError: There is no such checkpoint; the message names the steps that have one.
+        """
+        if step is None and self.has_checkpoint():
+            return self.last_checkpoint()
+        steps = self._checkpoints()
+        if step in steps:
+            return self.path / "checkpoints" / f"step_{step}"
+        if not steps:
+            rule = "holds no checkpoint yet; its run saves one every checkpoint.every steps"
+            raise RecipeError(f"{self.path}: {rule}")
+        listed = ", ".join(map(str, steps))
+        raise RecipeError(f"--step {step}: {self.path} has checkpoints of these steps: {listed}")
+
+    def _checkpoints(self) -> list[int]:
+        names = [path.name.removeprefix("step_") for path in self._latest.parent.glob("step_*")]
+        return sorted(int(name) for name in names if name.isdigit())
+
     def checkpoint_values(self) -> dict[str, Any]:
         """Return the values that the run added to its last checkpoint."""
         values: dict[str, Any] = {}
@@ -352,14 +375,23 @@ class RunFolder:
         folder = self.path.resolve() / "checkpoints"
         with self.writing(f"the checkpoint of step {step}"):
             folder.mkdir(exist_ok=True)
-            for partial in folder.glob("step_*.partial"):  # left by a run killed while saving
-                shutil.rmtree(partial)
+            _remove_partial(folder)
             write(folder / f"step_{step}")
             replace_text(folder / "latest", f"step_{step}\n")
-            names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]
-            steps = sorted(int(name) for name in names if name.isdigit())
-            for old in [number for number in steps if number <= step][:-keep]:
+            for old in [number for number in self._checkpoints() if number <= step][:-keep]:
                 shutil.rmtree(folder / f"step_{old}")
+
+    def export_of(self, step: int) -> Path:
+        """Return the folder of the exported model of a step."""
+        return self.path / "exports" / f"step_{step}"
+
+    def save_export(self, step: int, write: Callable[[Path], None]) -> None:
+        """Export the model of a step; `write` is as of `save_checkpoint`."""
+        folder = self.export_of(step).resolve()
+        with self.writing(f"the export of step {step}"):
+            folder.parent.mkdir(exist_ok=True)
+            _remove_partial(folder.parent)
+            write(folder)
 
     def write_trace(self) -> None:
         timeline = Timeline()
@@ -372,6 +404,12 @@ class RunFolder:
                 timeline.span(f"{event.op} {event.tag}", begin, event.time, owner, **sizes)
                 timeline.counter(event.tag, event.time, {"committed": held}, process=owner)
         timeline.write(self.path / "trace.json")
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove the partial folders of a run that was killed while saving."""
+    for partial in folder.glob("step_*.partial"):
+        shutil.rmtree(partial)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -23,7 +23,7 @@ RUNNABLE = {
 }
 LONGEST_CELL = 200
 MOST_LINES = {"docs/benchmarks.md": 300, "docs/testing.md": 100}
-MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor|keys)\b.*)$")
+MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|export|fetch|doctor|keys)\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
 TARGETS = {name for pair in TARGETS for name in pair}
 PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]

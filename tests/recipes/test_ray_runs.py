@@ -16,6 +16,7 @@ import pytest
 
 from recipes.cli import main
 from tests.helpers.dying_actors import dying_trainer, wait_gone
+from tests.helpers.exports import contents
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.recipes.tiny_runs import (
     SMALL,
@@ -72,6 +73,7 @@ def test_run_on_two_devices_equals_one_device_until_a_rank_dies(
         "recipes.arguments.open_ray", functools.partial(open_ray, trainer_actor=dying)
     )
     words = [*TWO, f"engine.tensor_parallel_size={size}", "steps=3", "checkpoint.every=2"]
+    words.append("checkpoint.export_every=2")
     assert main(["run", *words, "--run-dir", str(tmp_path)]) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith(
@@ -89,6 +91,8 @@ def test_run_on_two_devices_equals_one_device_until_a_rank_dies(
     assert owners(tmp_path) == {"stages", "trainer[0]", "trainer[1]", "rollout[0]", "rollout[1]"}
     assert has_pictures(tmp_path)
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_2"
+    assert main(["export", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "exports" / "step_2")
 
 
 @pytest.mark.extended  # the restart itself: test_restarts.py

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsaver import StateError
 from rollout import Engine
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA
@@ -287,34 +284,6 @@ def test_later_syncs_write_only_adapted_weights(
     check(6, whole)
 
 
-def test_saved_expert_adapters_have_the_format_of_peft(tmp_path: Path, make_trainer: Make) -> None:
-    """Expect the format of stacked parameters of PEFT 0.21, and apply PEFT's formula."""
-    path = write_model(tmp_path / "model", "qwen3_moe", num_experts=5)
-    trainer, batch = make_trainer(path, lora=EXPERTS), make_batch(5)
-    for seed in range(2):
-        trainer.update_actor(make_batch(5, seed=seed))
-    trainer.save_adapters(str(tmp_path / "adapter"))
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["q_proj"]
-    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    model, scale = reference(path), config["lora_alpha"] / config["r"]
-    with torch.no_grad():
-        for key in sorted({name.partition(".lora_")[0] for name in tensors}):
-            a, b = (tensors.pop(f"{key}.lora_{x}.weight") for x in "AB")
-            name = key.removeprefix("base_model.model.")
-            if name.endswith("q_proj"):
-                model.get_submodule(name).weight += scale * b @ a
-                continue
-            stack = "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
-            experts = model.get_submodule(name.removesuffix(".base_layer"))
-            a, b = a.reshape(5, -1, a.shape[1]), b.reshape(len(b), -1, 5)
-            delta = torch.einsum("o r e, e r i -> e o i", b, a)
-            experts.get_parameter(stack).add_(delta, alpha=scale)
-        assert not tensors
-        assert_scores(trainer.compute_log_prob(batch), reference_logprobs(model, batch))
-
-
 def test_unknown_adapter_targets_are_refused(model_path: str, make_trainer: Make) -> None:
     def targets(*names: str) -> LoraConfig:
         return dataclasses.replace(LORA, target_modules=names)
@@ -343,15 +312,8 @@ def test_unknown_adapter_targets_are_refused(model_path: str, make_trainer: Make
 def test_calls_that_need_or_exclude_adapters_are_refused(
     model_path: str, make_trainer: Make
 ) -> None:
-    adapted = make_trainer(model_path, lora=LORA)
-    adapted.offload("params")
-    with pytest.raises(StateError, match=r"save_adapters\(\) needs tag 'params'"):
-        adapted.save_adapters("nowhere")
-    trainer = make_trainer(model_path)
     with pytest.raises(ValueError, match="base=True"):
-        trainer.compute_log_prob(make_batch(2), base=True)
-    with pytest.raises(ValueError, match="save_adapters"):
-        trainer.save_adapters("nowhere")
+        make_trainer(model_path).compute_log_prob(make_batch(2), base=True)
     with pytest.raises(ValueError, match="without TrainerConfig.lora; omit it"):
         make_trainer(
             model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest

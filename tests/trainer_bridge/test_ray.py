@@ -16,6 +16,7 @@ from memsaver import StateError
 from rollout import SamplingParams
 from tests.helpers.case_selection import rounds
 from tests.helpers.dying_actors import dying_trainer, killing_trainer, wait_gone
+from tests.helpers.exports import contents
 from tests.helpers.memory import family_bytes, memfd_bytes
 from tests.helpers.ray_cluster import CPUS, RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
@@ -30,6 +31,7 @@ from trainer_bridge import (
 )
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.group import reserved
+from trainer_bridge.training import export_checkpoint
 
 pytestmark = pytest.mark.ray
 
@@ -56,7 +58,7 @@ def test_rounds_by_copies_and_alias_until_trainer_is_killed_in_a_sync(
         pids = [trainer.call("pid"), rollout.call("pid")]
         assert len({os.getpid(), *pids}) == 3
         copy(trainer, rollout)
-        keep(trainer, tmp_path)
+        keep(trainer, model_path, tmp_path)
         alias(trainer, rollout, pids, device)
         time_out(trainer)
         die(trainer, rollout)
@@ -95,9 +97,13 @@ def copy(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
     assert len(stages) == 16
 
 
-def keep(trainer: RemoteTrainer, folder: Path) -> None:
+def keep(trainer: RemoteTrainer, path: str, folder: Path) -> None:
     trainer.save_checkpoint(str(folder / "step"), {"n": 2})
     assert trainer.load_checkpoint(str(folder / "step")) == {"n": 2}
+    trainer.save_pretrained(str(folder / "there"))
+    export_checkpoint(str(folder / "step"), str(folder / "here"), config(path))
+    there, here = (contents(folder / name) for name in ("there", "here"))
+    assert there == here
     assert {event.op for event in trainer.drain_events()} >= {"pause", "resume"}
     with pytest.raises(ValueError, match="unknown tag 'weights'"):
         trainer.offload("weights")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
 from tests.helpers.case_selection import rounds
+from tests.helpers.exports import contents
 from tests.helpers.memory import open_fds
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.ray_cluster import RayCluster
@@ -18,6 +19,7 @@ from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.group import RemoteGroup
+from trainer_bridge.training import export_checkpoint
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.gpus(2)
@@ -75,6 +77,11 @@ def test_engines_on_two_gpus_serve_the_weights_of_one_trainer(
         assert len({rank.weight_layout().place for rank in rollout.each()}) == 2, "not two GPUs"
         answers = rounds_of(trainer, rollout, size)
         trainer.save_checkpoint(str(tmp_path / "step"))
+        trainer.save_pretrained(str(tmp_path / "there"))
+    export_checkpoint(str(tmp_path / "step"), str(tmp_path / "here"), settings)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    exported = Engine.from_pretrained(str(tmp_path / "there"), device="cuda:0", kv_tokens=256)
+    assert answers[1] == tokens(exported)
     alone = Engine.from_pretrained(model_path, device="cuda:0", kv_tokens=256)
     assert answers[0] == tokens(alone)
     reloaded = Trainer(settings)

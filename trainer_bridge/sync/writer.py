@@ -119,6 +119,18 @@ class LowRank:
             product(self.b[first:last].float(), a.float(), out=out)
         torch.add(base[first:last], out, alpha=self.scale, out=out)
 
+    def merge(self, base: Tensor, dtype: torch.dtype, scratch: Tensor) -> Tensor:
+        """Return the merge, rounded once to `dtype`, with the bits that a sync writes.
+
+        `scratch` is from `scratch_for`.
+        """
+        out = torch.empty_like(base, dtype=dtype)
+        for first, last in _row_steps(base, scratch):
+            rows = _made(first, last, base, scratch)
+            self.rows(base, first, last, rows)
+            out[first:last] = rows
+        return out
+
     def rounding(self, base: Tensor, dtype: torch.dtype) -> Tensor:
         """Measure how much of the product is lost when the merge is rounded to `dtype`.
 
@@ -162,6 +174,19 @@ def scratch_for(sources: Mapping[str, Tensor], derived: Iterable[str]) -> Tensor
     most = max((base.numel() for base in bases), default=0)
     size = max(least, min(most, SCRATCH_BYTES // 4))
     return torch.empty(size, dtype=torch.float32, device=device_of(sources))
+
+
+def _row_steps(base: Tensor, scratch: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of rows (or matrices of a stack) that are computed together."""
+    rows = max(1, scratch.numel() // max(1, math.prod(base.shape[1:])))
+    for first in range(0, len(base), rows):
+        yield first, min(first + rows, len(base))
+
+
+def _made(first: int, last: int, base: Tensor, scratch: Tensor) -> Tensor:
+    """Return the view of the scratch that holds rows `first` to `last` of a merge."""
+    shape = (last - first, *base.shape[1:])
+    return scratch[: math.prod(shape)].view(shape)
 
 
 _Step = tuple[str, int, int, dict[int, RowCopies]]
@@ -224,7 +249,7 @@ class Writer:
             self._tables[target].start(pages[target])
         for name, first, last, tables in self._steps:  # the steps use the scratch one by one
             base = self.sources[name]
-            derived[name].rows(base, first, last, self._made(first, last, base))
+            derived[name].rows(base, first, last, _made(first, last, base, self._scratch))
             for target, table in tables.items():
                 table.start(pages[target])
 
@@ -238,16 +263,14 @@ class Writer:
 
     def _steps_of(self, name: str, copies: Sequence[Copy]) -> Iterator[_Step]:
         base = self.sources[name]
-        rows = max(1, self._scratch.numel() // max(1, math.prod(base.shape[1:])))
-        for first in range(0, len(base), rows):
-            last = min(first + rows, len(base))
+        for first, last in _row_steps(base, self._scratch):
             if tables := self._derived_tables(copies, first, last):
                 yield name, first, last, tables
 
     def _derived_tables(
         self, copies: Sequence[Copy], first: int, last: int
     ) -> dict[int, RowCopies]:
-        source = self._made(first, last, self.sources[copies[0].name])
+        source = _made(first, last, self.sources[copies[0].name], self._scratch)
         rows: dict[int, list[Rows]] = defaultdict(list)
         for copy in copies:
             begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)
@@ -256,10 +279,6 @@ class Writer:
                 part = replace(part, start=(begin - first, *copy.start[1:]))
                 rows[copy.target].append(copy_rows(part, source))
         return {target: RowCopies(parts, source.device) for target, parts in rows.items()}
-
-    def _made(self, first: int, last: int, base: Tensor) -> Tensor:
-        shape = (last - first, *base.shape[1:])
-        return self._scratch[: math.prod(shape)].view(shape)
 
     def _start_remote(self, target: int, pages: Tensor) -> None:
         """Begin the copies for a target on another device.

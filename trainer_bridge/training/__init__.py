@@ -2,7 +2,15 @@
 
 from trainer_bridge.training.checkpoint import read_values
 from trainer_bridge.training.device import Runtime
+from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
 from trainer_bridge.training.packing import packed_attention
 
-__all__ = ["Runtime", "check_layout", "lora_target_names", "packed_attention", "read_values"]
+__all__ = [
+    "Runtime",
+    "check_layout",
+    "export_checkpoint",
+    "lora_target_names",
+    "packed_attention",
+    "read_values",
+]

@@ -9,7 +9,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
+from rollout.model import open_checkpoint
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 
 _VALUES = "values.json"
@@ -69,13 +71,13 @@ def whole_directory(directory: str) -> Iterator[str]:
     directory = os.path.abspath(directory)
     partial = f"{directory}.partial"
     try:
-        with _together():
+        with together():
             if _is_first():
                 _remove(partial)
                 os.makedirs(partial)
-        with _together():
+        with together():
             yield partial
-        with _together():
+        with together():
             if _is_first():
                 _replace(directory, partial)
     except BaseException:
@@ -86,7 +88,7 @@ def whole_directory(directory: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _together() -> Iterator[None]:
+def together() -> Iterator[None]:
     """Wait for all ranks at the end of the block, and raise on every rank if one failed.
 
     A failed rank raises its own error, other ranks raise OtherRankFailed, so no rank waits forever.
@@ -152,6 +154,45 @@ def _unwrapped() -> Iterator[None]:
         if rank == dist.get_rank():
             raise error from None
         raise OtherRankFailed(f"rank {rank} failed: {type(error).__name__}: {error}") from wrapped
+
+
+class StoredTensors:
+    """The tensors of a checkpoint whose names begin with `prefix`, readable one at a time.
+
+    Files are mapped when the object is created, so a later removal of the checkpoint does no harm.
+
+    Attributes:
+        shapes: Shapes by name without the prefix.
+    """
+
+    def __init__(self, directory: str, prefix: str) -> None:
+        metadata = dcp.HuggingFaceStorageReader(_complete(directory)).read_metadata()
+        self._prefix = prefix
+        self.shapes = {
+            key.removeprefix(prefix): tuple(getattr(entry, "size", ()))
+            for key, entry in metadata.state_dict_metadata.items()
+            if key.startswith(prefix)
+        }
+        files: dict[str, Any] = {}
+        self._parts: dict[str, list[tuple[Sequence[int], Any]]] = defaultdict(list)
+        for index, info in metadata.storage_data.items():
+            path = info.relative_path
+            files[path] = files.get(path) or open_checkpoint(Path(path))
+            self._parts[index.fqn].append((index.offset, files[path]))
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor to the CPU, in its own dtype."""
+        key, shape = f"{self._prefix}{name}", self.shapes[name]
+        parts = ((offset, file.get_tensor(key)) for offset, file in self._parts[key])
+        whole: Tensor | None = None
+        for offset, part in parts:
+            if part.shape == shape:
+                return part
+            whole = part.new_empty(shape) if whole is None else whole
+            ends = map(sum, zip(offset, part.shape, strict=True))
+            whole[tuple(map(slice, offset, ends))] = part
+        assert whole is not None
+        return whole
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from rollout.model import (
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.sync.shards import Box, local_shard, shard_box
-from trainer_bridge.training.lora import base_params
+from trainer_bridge.training.lora import base_params, is_adapter
 
 
 def check_directory(path: str) -> None:
@@ -43,7 +43,7 @@ class CheckpointFiles:
     def __init__(self, path: str) -> None:
         self.path = path
         self._files: dict[str, Any] = {}
-        self._ways: dict[str, list[Stored]] = {}
+        self.ways: dict[str, list[Stored]] = {}  # of the checked parameters
         for file_path in checkpoint_files(path):
             file = open_checkpoint(file_path)
             self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
@@ -54,8 +54,8 @@ class CheckpointFiles:
         A ValueError lists missing and unknown names, and shapes that differ. Names in `ignore` may
         be in the files, too.
         """
-        self._ways = {name: self._way(name, shape) for name, shape in shapes.items()}
-        parts = chain.from_iterable(self._ways.values())
+        self.ways = {name: self._way(name, shape) for name, shape in shapes.items()}
+        parts = chain.from_iterable(self.ways.values())
         wanted = {stored.name: stored.shape for stored in parts}
         named = {name: file for name, file in self._files.items() if name not in ignore}
         stored_shapes = {name: tuple(f.get_slice(name).get_shape()) for name, f in named.items()}
@@ -67,7 +67,7 @@ class CheckpointFiles:
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Read a box of a checked parameter to the CPU, in the file's dtype."""
         wanted = Box(tuple(start), tuple(shape))
-        parts = [(Box(stored.start, stored.box), stored) for stored in self._ways[name]]
+        parts = [(Box(stored.start, stored.box), stored) for stored in self.ways[name]]
         reads = [(part, box, common) for box, part in parts if (common := box.intersect(wanted))]
         first = self._read(*reads[0])
         if len(reads) == 1:
@@ -76,6 +76,17 @@ class CheckpointFiles:
         for stored, box, common in reads:
             whole[common.within(wanted)] = self._read(stored, box, common)
         return whole
+
+    def whole(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Read a whole checked parameter to the CPU, in the file's dtype."""
+        return self.box(name, [0] * len(shape), shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the files store a checked parameter."""
+        first = self.ways[name][0]
+        return self._read(
+            first, Box(first.start, first.box), Box(first.start, (1,) * len(first.start))
+        ).dtype
 
     def _way(self, name: str, shape: Shape) -> list[Stored]:
         ways = spellings(name, shape)
@@ -88,6 +99,23 @@ class CheckpointFiles:
         return read.view(common.shape)
 
 
+def open_weights(model: nn.Module, path: str, created: Collection[str] = ()) -> CheckpointFiles:
+    """Open the weights of a directory, and check that they fit the model.
+
+    Parameters whose names are in `created` are not in the files. A ValueError lists what does not
+    fit.
+    """
+    params = {name: param for name, param in base_params(model).items() if name not in created}
+    names = {
+        name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
+    }
+    tensors = {**params, **stored_buffers(model)}
+    files = CheckpointFiles(path)
+    ignored = names - params.keys()  # includes second names of tied parameters
+    files.check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, ignore=ignored)
+    return files
+
+
 def weights_digest(model: nn.Module) -> str:
     """Compute a hexadecimal digest of the model's parameters, without adapters.
 
@@ -96,18 +124,38 @@ def weights_digest(model: nn.Module) -> str:
     """
     total, first = 0, 0
     for param in base_params(model).values():
-        local, width = local_shard(param), param.shape[-1]
-        if local.numel():
-            start, _ = shard_box(param)
-            assert not any(start[1:-1])  # by rows, by experts or by columns
-            at = first + start[0] * math.prod(param.shape[1:])
-            at += start[-1] if param.ndim > 1 else 0
-            grid = local.flatten(0, -2) if param.ndim > 1 else local[None]
-            for rows in grid.split(max(1, DIGEST_ELEMENTS // width)):
-                total += digest(rows.bfloat16(), at, index_pitch=width)
-                at += len(rows) * width
+        total += _digest(local_shard(param), shard_box(param).start, param.shape, first)
         first += param.numel()
-    return f"{sum(all_gather_plain(total)) & MASK64:016x}"
+    return _digest_text(sum(all_gather_plain(total)))
+
+
+def files_digest(model: nn.Module, files: CheckpointFiles) -> str:
+    """Compute the `weights_digest` that the model would have with the weights of the files."""
+    total, first = 0, 0
+    for name, param in base_params(model).items():
+        whole = files.whole(name, param.shape)
+        total += _digest(whole, (0,) * param.ndim, param.shape, first)
+        first += param.numel()
+    return _digest_text(total)
+
+
+def _digest(part: Tensor, start: Sequence[int], shape: Sequence[int], first: int) -> int:
+    """Digest a part of a parameter whose elements are numbered from `first` on."""
+    if not part.numel():
+        return 0
+    assert not any(start[1:-1])  # by rows, by experts or by columns
+    total, width = 0, shape[-1]
+    at = first + start[0] * math.prod(shape[1:])
+    at += start[-1] if len(shape) > 1 else 0
+    grid = part.flatten(0, -2) if part.ndim > 1 else part[None]
+    for rows in grid.split(max(1, DIGEST_ELEMENTS // width)):
+        total += digest(rows.bfloat16(), at, index_pitch=width)
+        at += len(rows) * width
+    return total
+
+
+def _digest_text(total: int) -> str:
+    return f"{total & MASK64:016x}"
 
 
 # Elements to cast and digest together, which bounds the temporary.

@@ -7,23 +7,18 @@ device like all other parameters.
 
 import contextlib
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.system.files import replace_text
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.sync.writer import LowRank
-from trainer_bridge.training import checkpoint
 
 NAMES = ("lora_a", "lora_b")
 EXPERTS = "experts"
@@ -187,53 +182,50 @@ class Adapters:
 
     def factors(self) -> dict[str, LowRank]:
         """Return the factors of this rank's shards by parameter; valid until the next update."""
-        return {name: _factors(adapter) for name, adapter in self._adapted.items()}
+        return {name: shard_factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
         """Return plain data by which a checkpoint recognizes the same adapters."""
         named = {"target_modules": sorted(self._config.target_modules)}
         return dataclasses.asdict(self._config) | named
 
-    def save(self, directory: str, base_path: str) -> None:
-        """Save the adapters in PEFT's format, replacing `directory` as a whole.
 
-        Tensors have the adapters' dtype. Experts are saved as PEFT's `target_parameters`.
-        `base_path` becomes the name of the base model in adapter_config.json.
-        """
-        from safetensors.torch import save_file
-
-        tensors: dict[str, Tensor] = {}
-        for name, adapter in self._adapted.items():
-            a, b = _whole(adapter.a).cpu(), _whole(adapter.b).cpu()
-            if a.ndim == 3:
-                a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-            for letter, factor in (("A", a), ("B", b)):
-                key = f"base_model.model.{_peft_path(name)}.lora_{letter}.weight"
-                tensors[key] = factor.contiguous()
-        with checkpoint.whole_directory(directory) as partial:
-            if dist.get_rank() == 0:
-                save_file(tensors, Path(partial, "adapter_model.safetensors"), {"format": "pt"})
-                text = json.dumps(self._peft_config(base_path), indent=2)
-                replace_text(Path(partial, "adapter_config.json"), text)
-
-    def _peft_config(self, base_path: str) -> dict[str, Any]:
-        targets, stacks = self._config.target_modules, [f"{EXPERTS}.{name}" for name in STACKS]
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base_path,
-            "r": self._config.rank,
-            "lora_alpha": self._config.alpha,
-            "target_modules": [name for name in targets if name != EXPERTS] or None,
-            "target_parameters": stacks if EXPERTS in targets else None,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-        }
+def factor_names(name: str) -> tuple[str, str]:
+    """Return the names of A and B of the adapted parameter `name`."""
+    path = name.removesuffix(".weight") if name.endswith(".weight") else stack_name(name)
+    return f"{path}.{NAMES[0]}", f"{path}.{NAMES[1]}"
 
 
-def _factors(adapter: Adapter) -> LowRank:
+def peft_config(config: LoraConfig, base: str) -> dict[str, Any]:
+    """Return the content of PEFT's adapter_config.json for the base model of this name."""
+    targets, stacks = sorted(config.target_modules), [f"{EXPERTS}.{name}" for name in STACKS]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": [name for name in targets if name != EXPERTS] or None,
+        "target_parameters": stacks if EXPERTS in targets else None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def peft_tensors(name: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """Return the factors of the adapted parameter `name` by their names in PEFT's files.
+
+    Experts are PEFT's `target_parameters`.
+    """
+    if a.ndim == 3:
+        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+    key = f"base_model.model.{_peft_path(name)}"
+    return {f"{key}.lora_A.weight": a.contiguous(), f"{key}.lora_B.weight": b.contiguous()}
+
+
+def shard_factors(adapter: Adapter) -> LowRank:
     """Return the parts of A and B that belong to this rank's shard of the weight."""
     weight, a, b, scale = adapter
     assert isinstance(weight, DTensor) and isinstance(b, DTensor)

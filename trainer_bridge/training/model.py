@@ -31,7 +31,12 @@ from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, CRITIC, PARAMS, REFERENCE
 from trainer_bridge.training.device import Runtime, side_by_side
-from trainer_bridge.training.initial import CheckpointFiles, check_directory, part_of_rank
+from trainer_bridge.training.initial import (
+    CheckpointFiles,
+    check_directory,
+    open_weights,
+    part_of_rank,
+)
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_params,
@@ -115,7 +120,7 @@ def fill_weights(
     if config.random_init:
         runtime.draw_weights(model, config, into or {})
     else:
-        _load_weights(model, CheckpointFiles(config.model_dir), into or {}, created)
+        _load_weights(model, open_weights(model, config.model_dir, created), into or {}, created)
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -366,15 +371,8 @@ def _load_weights(
 ) -> None:
     """Copy this rank's boxes from the files into its shards, or into their stand-ins in `into`."""
     params = {name: param for name, param in base_params(model).items() if name not in created}
-    names = {
-        name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
-    }
-    ignored = names - params.keys()  # includes second names of tied parameters
-    buffers = stored_buffers(model)
-    wanted = {name: tuple(tensor.shape) for name, tensor in {**params, **buffers}.items()}
-    files.check(wanted, ignore=ignored)
-    for name, buffer in buffers.items():
-        buffer.copy_(files.box(name, [0] * buffer.ndim, buffer.shape))
+    for name, buffer in stored_buffers(model).items():
+        buffer.copy_(files.whole(name, buffer.shape))
     for name, param in params.items():
         shard = into.get(param, local_shard(param))
         if shard.numel():

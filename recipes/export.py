@@ -1,0 +1,69 @@
+"""Export of a run's checkpoint as a Hugging Face folder, without a GPU."""
+
+from pathlib import Path
+
+from memsaver.errors import format_bytes
+from recipes.config.load import load
+from recipes.config.recipe import Recipe
+from recipes.errors import RecipeError, RunError, one_line
+from recipes.logs.run_folder import RunFolder
+from recipes.setup.models import find_model
+
+
+def export_run(
+    run_dir: Path, to: Path, *, merge_adapters: bool = False, step: int | None = None
+) -> str:
+    """Export a checkpoint of a run, which may be at work.
+
+    Args:
+        run_dir: Folder of the run.
+        to: Folder to write, new or empty.
+        merge_adapters: Export the whole model with the adapters merged, not the adapters alone.
+        step: Step of the checkpoint; None for the newest.
+
+    Returns:
+        A line for the user: where the export is, its size, and how to load it.
+
+    Raises:
+        RecipeError: There is no such checkpoint, the checkpoint cannot be exported like this, or
+            `to` is not empty. Nothing was written.
+        RunError: Reading or writing failed. Nothing is left of the export.
+    """
+    if not (run_dir / "recipe.yaml").is_file():
+        raise RecipeError(f"export {run_dir}: holds no run (no recipe.yaml); name a run's folder")
+    recipe, folder = load(run_dir / "recipe.yaml"), RunFolder(run_dir)
+    checkpoint = folder.checkpoint_of(step)
+    if merge_adapters and not recipe.lora.rank:
+        raise RecipeError("--merge: the run trains no adapters; drop --merge")
+    try:
+        if to.exists() and any(to.iterdir()):
+            raise RecipeError(f"--to {to}: is not empty; name a new folder; nothing was written")
+        _export(recipe, folder, checkpoint, to, merge_adapters)
+    except OSError as error:
+        remedy = "repair that and export again; nothing was left behind"
+        raise RunError("export", one_line(error), remedy) from error
+    size = format_bytes(sum(file.stat().st_size for file in to.iterdir()))
+    loader = "AutoModelForCausalLM"
+    if (to / "adapter_config.json").is_file():
+        loader = "AutoPeftModelForCausalLM"
+    name = checkpoint.name.replace("_", " ")
+    return f"{to}: {name}, {size}; load it with {loader}.from_pretrained({str(to)!r})"
+
+
+def _export(recipe: Recipe, folder: RunFolder, checkpoint: Path, to: Path, merge: bool) -> None:
+    from trainer_bridge import TrainerConfig
+    from trainer_bridge.training import export_checkpoint
+
+    path = recipe.model.path
+    config = TrainerConfig(
+        model_path=str(folder.path / "model" if path is None else find_model(path)),
+        random_init=recipe.model.random_init,
+        dtype=recipe.trainer.dtype,
+        param_dtype=recipe.model.dtype,
+    )
+    try:
+        export_checkpoint(str(checkpoint), str(to), config, merge_adapters=merge)
+    except ValueError as error:
+        raise RecipeError(
+            f"export {folder.path}: {one_line(error)}; nothing was written"
+        ) from error
