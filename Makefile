@@ -13,7 +13,7 @@ BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/pip install -q --no-compile
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-EVERYTHING := -e '.[cuda,ray,models,split,plots,dev]'
+EVERYTHING := -e '.[cuda,ray,models,data,rewards,trackers,split,plots,dev]'
 OTHERS = --no-deps --upgrade --target $(@D)/others trl verl torchtitan
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/native/*.[ch])
 

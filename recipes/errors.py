@@ -15,9 +15,9 @@ class RecipeError(ValueError):
 
 
 class ScorerError(ValueError):
-    """A scorer that raised or returned no valid score.
+    """Reward functions that left no answer of a step with a reward.
 
-    The message is one line with task, cause, problem, answer and remedy.
+    The message is one line with function, cause, problem, answer and remedy.
     """
 
 

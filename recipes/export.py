@@ -6,12 +6,17 @@ from memsaver.errors import format_bytes
 from recipes.config.load import load
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.run_folder import RunFolder, check_holds_run
 from recipes.setup.models import find_model
 
 
 def export_run(
-    run_dir: Path, to: Path, *, merge_adapters: bool = False, step: int | None = None
+    run_dir: Path,
+    to: Path,
+    *,
+    merge_adapters: bool = False,
+    step: int | None = None,
+    best: bool = False,
 ) -> str:
     """Export a checkpoint of a run, which may be at work.
 
@@ -20,6 +25,7 @@ def export_run(
         to: Folder to write, new or empty.
         merge_adapters: Export the whole model with the adapters merged, not the adapters alone.
         step: Step of the checkpoint; None for the newest.
+        best: Take the checkpoint of the best evaluation, whatever `step` is.
 
     Returns:
         A line for the user: where the export is, its size, and how to load it.
@@ -29,10 +35,12 @@ def export_run(
             `to` is not empty. Nothing was written.
         RunError: Reading or writing failed. Nothing is left of the export.
     """
-    if not (run_dir / "recipe.yaml").is_file():
-        raise RecipeError(f"export {run_dir}: holds no run (no recipe.yaml); name a run's folder")
+    check_holds_run("export", run_dir)
     recipe, folder = load(run_dir / "recipe.yaml"), RunFolder(run_dir)
-    checkpoint = folder.checkpoint_of(step)
+    checkpoint = folder.best_checkpoint() if best else folder.checkpoint_of(step)
+    if checkpoint is None:
+        rule = "keeps no best checkpoint: nothing beat the initial weights, or none was saved"
+        raise RecipeError(f"--best: {run_dir} {rule}; leave --best out for the newest")
     if merge_adapters and not recipe.lora.rank:
         raise RecipeError("--merge: the run trains no adapters; drop --merge")
     try:

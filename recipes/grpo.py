@@ -12,16 +12,21 @@ Step s (version s of the weights, after s - 1 updates):
     compute_reward         the task's score of every answer
     to_train()             the trainer reloads its optimizer
     compute_advantages     reward compared with the other answers to the same prompt
-    update_actor           one clipped policy-gradient update, with kl_coef times the KL divergence
-                           from the reference
+    update_actor           one clipped policy-gradient update on the answers with a reward, with
+                           kl_coef times the KL divergence from the reference
 """
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from recipes.config.recipe import Recipe
-from recipes.loop import Loop, spread_of, step_row
+from recipes.figures import centered, deviation, step_row
+from recipes.loop import Loop
+from recipes.sampling import scored
+
+EPSILON = 1e-6  # verl's; TRL adds 1e-4
 
 
 class GrpoLoop(Loop):
@@ -39,10 +44,10 @@ class GrpoLoop(Loop):
         }
 
     def train_step(self, step: int) -> dict[str, Any]:
-        grpo = self.setup.recipe.grpo
-        samples = self.sample(step)
+        grpo, tasks = self.setup.recipe.grpo, self.setup.tasks.trained
+        samples, scoring = self.sample(step)
         ref_logprobs = self.score_by_reference(samples)
-        logprobs, scores = self.score(samples)
+        logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
         self.to_train()
         with self.stage("compute_advantages"):
@@ -54,43 +59,51 @@ class GrpoLoop(Loop):
             "ref_logprobs": ref_logprobs,
             "routed_experts": samples.routed_experts,
         }
+        batch = samples.batch(self.temperature, **learning).select(scored(scores))
         with self.stage("update_actor"):
-            learned = self.trainer.update_actor(samples.batch(self.temperature, **learning))
-        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
-        return learned | row | signal_of(rewards, grpo.samples_per_prompt) | unreplayed
+            learned = self.trainer.update_actor(batch)
+        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds, tasks)
+        row["groups_without_signal"] = groups_without_signal(advantages, grpo.samples_per_prompt)
+        return learned | row | unreplayed
 
 
 def compute_advantages(
-    rewards: Sequence[float], group_size: int, normalize_std: bool
+    rewards: Sequence[float | None], group_size: int, normalize_std: bool
 ) -> list[float]:
-    """Compare each reward with the mean of its group.
+    """Compare each reward with the rewards of its group.
 
-    In `rewards`, the answers of a group are adjacent. A group whose rewards are equal, or differ by
-    rounding only (`spread_of`), gets zeros. `normalize_std` divides by the group's population
-    deviation. TRL and verl divide by the sample deviation: with 8 samples a prompt, advantages here
-    are 1.07 times theirs, with 2 samples 1.41 times.
+    The advantage is reward - mean, or with `normalize_std` (reward - mean) / (deviation + 1e-6),
+    with mean and sample deviation of the group, in fp64. So a group keeps its signal at any size
+    and offset of its rewards, unless their differences are far below 1e-6. Equal rewards get
+    exactly 0.
+
+    Source: Shao et al., "DeepSeekMath" (2024), with the sample deviation and the added constant of
+    verl (`compute_grpo_outcome_advantage`). TRL adds 1e-4.
+
+    Args:
+        rewards: Rewards of whole groups, whose answers are adjacent. An answer whose reward is None
+            or NaN is left out of its group and gets 0; leave it out of the update, too.
+        group_size: Answers of each group.
+        normalize_std: Whether to divide by the deviation.
+
+    Returns:
+        An advantage for each reward.
+
+    Raises:
+        ValueError: The last group is not whole.
     """
-    advantages: list[float] = []
-    for group in groups_of(rewards, group_size):
-        mean, spread = statistics.fmean(group), spread_of(group)
-        scale = spread if normalize_std else 1.0
-        advantages += [(reward - mean) / scale if spread else 0.0 for reward in group]
-    return advantages
+    if len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} rewards are no multiple of {group_size}; pass all groups")
+    groups = np.array(rewards, dtype=np.float64).reshape(-1, group_size)  # NaN for None
+    advantages = np.zeros_like(groups)
+    for group, result in zip(groups, advantages, strict=True):
+        known = ~np.isnan(group)
+        if known.any():
+            scale = deviation(group[known]) + EPSILON if normalize_std else 1.0
+            result[known] = centered(group[known]) / scale
+    return advantages.ravel().tolist()
 
 
-def signal_of(rewards: Sequence[float], group_size: int) -> dict[str, int]:
-    """Count the groups that teach nothing, for metrics.jsonl.
-
-    `groups_without_signal` are the groups whose advantages are all 0; `groups_within_rounding` are
-    those among them whose rewards differ by rounding only.
-    """
-    flat = [set(group) for group in groups_of(rewards, group_size) if not spread_of(group)]
-    rounded = sum(len(different) > 1 for different in flat)
-    return {"groups_without_signal": len(flat), "groups_within_rounding": rounded}
-
-
-def groups_of(rewards: Sequence[float], group_size: int) -> list[list[float]]:
-    """Split the rewards into groups of adjacent answers."""
-    assert len(rewards) % group_size == 0
-    starts = range(0, len(rewards), group_size)
-    return [list(rewards[start : start + group_size]) for start in starts]
+def groups_without_signal(advantages: Sequence[float], group_size: int) -> int:
+    """Count the groups whose advantages are all 0, which teach nothing."""
+    return int(np.sum(~np.reshape(advantages, (-1, group_size)).any(axis=1)))

@@ -18,22 +18,26 @@ Step s (version s of the weights):
     update_actor           as many clipped policy-gradient updates; none in the first
                            critic_warmup_steps steps
 
+Both updates take the answers with a reward.
+
 The order of the answers in the updates is a function of (recipe.seed, step), like prompts and
 sampling seeds.
 """
 
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import chain, starmap
-from operator import add, itemgetter
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from recipes.config.models import PpoSection
 from recipes.config.recipe import Recipe
-from recipes.loop import Loop, PerToken, pairs, spread_of, step_row
+from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios, step_row
+from recipes.loop import Loop
+from recipes.sampling import scored
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
 
@@ -61,108 +65,128 @@ class PpoLoop(Loop):
 
     def train_step(self, step: int) -> dict[str, Any]:
         trainer, recipe, ppo = self.trainer, self.setup.recipe, self.setup.recipe.ppo
-        samples = self.sample(step)
+        samples, scoring = self.sample(step)
         ref_logprobs = self.score_by_reference(samples)
         self.to_score(CRITIC)
         with self.stage("compute_values"):
             values = trainer.compute_values(samples.batch(1.0))
-        logprobs, scores = self.score(samples)
+        logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
         self.to_train()
-        with self.stage("compute_advantages"):
-            rewards = token_rewards(
-                [score.reward for score in scores], logprobs, ref_logprobs, ppo.kl_coef
-            )
-            advantages, returns = compute_advantages(rewards, values, ppo.gamma, ppo.gae_lambda)
-            advantage_std = spread_of(list(chain.from_iterable(advantages)))
-            if ppo.normalize_advantages:
-                advantages = whiten(advantages)
         learning = {
             "old_logprobs": logprobs,
-            "advantages": advantages,
+            "ref_logprobs": ref_logprobs,
             "values": values,
-            "returns": returns,
             "routed_experts": samples.routed_experts,
         }
-        batch = samples.batch(self.temperature, **learning)
+        batch = samples.batch(self.temperature, **learning).select(scored(scores))
+        with self.stage("compute_advantages"):
+            rewards = [score.reward for score in scores if score.reward is not None]
+            batch, learned = with_advantages(batch, rewards, ppo)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
-            learned = update(trainer.update_critic, batch, parts)
+            learned |= update(trainer.update_critic, batch, parts)
         if step > ppo.critic_warmup_steps:
             with self.stage("update_actor"):
                 learned |= update(trainer.update_actor, batch, parts)
-        learned["advantage_std"] = advantage_std
-        learned["value_explained_variance"] = explained_variance(values, returns)
-        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
+        tasks, seconds = self.setup.tasks.trained, self.monitor.seconds
+        row = step_row(samples, scores, logprobs, ref_logprobs, seconds, tasks)
         return learned | row | unreplayed
 
 
-def token_rewards(
-    rewards: Sequence[float], logprobs: PerToken, ref_logprobs: PerToken | None, kl_coef: float
-) -> PerToken:
-    """Return the reward of every token.
+def with_advantages(
+    batch: SequenceBatch, rewards: Sequence[float], ppo: PpoSection
+) -> tuple[SequenceBatch, dict[str, float]]:
+    """Return the batch with advantages and returns, and figures of both.
 
-    It is -kl_coef * (policy - reference log-probability), or 0 without `ref_logprobs`. The last
-    token of an answer gets the answer's reward in addition.
+    `batch` has old log-probabilities, values and, with a reference, its log-probabilities.
     """
-    if ref_logprobs is None:
-        per_token = [[0.0] * len(row) for row in logprobs]
-    else:
-        per_token = _map_tokens(
-            lambda policy, reference: -kl_coef * (policy - reference), logprobs, ref_logprobs
-        )
-    for row, reward in zip(per_token, rewards, strict=True):
-        if row:
-            row[-1] += reward
+    assert batch.old_logprobs is not None and batch.values is not None
+    lengths, values = list(map(len, batch.response_ids)), flat(batch.values)
+    penalties = np.zeros(len(values))
+    if batch.ref_logprobs is not None:
+        penalties = ppo.kl_coef * log_ratios(batch.old_logprobs, batch.ref_logprobs)
+    earned = token_rewards(rewards, penalties, lengths)
+    advantages, returns = compute_advantages(earned, values, lengths, ppo.gamma, ppo.gae_lambda)
+    figures = {
+        "advantage_std": deviation(advantages),
+        "value_explained_variance": explained_variance(values, returns),
+    }
+    if ppo.normalize_advantages:
+        advantages = whiten(advantages)
+    learning = {"advantages": advantages, "returns": returns}
+    parts: dict[str, Any] = {name: by_answer(part, lengths) for name, part in learning.items()}
+    return replace(batch, ref_logprobs=None, **parts), figures
+
+
+def token_rewards(rewards: Sequence[float], penalties: Numbers, lengths: Sequence[int]) -> Numbers:
+    """Return the reward of every token: its penalty, and at the last token the answer's reward.
+
+    Args:
+        rewards: Reward of each answer.
+        penalties: kl_coef * (reference - policy log-probability) of every token, or 0.
+        lengths: Tokens of each answer.
+
+    Returns:
+        A reward for each token, answer by answer.
+    """
+    sizes, per_token = np.array(lengths), penalties.copy()
+    ends = np.cumsum(sizes)[sizes > 0]
+    per_token[ends - 1] += np.array(rewards)[sizes > 0]
     return per_token
 
 
 def compute_advantages(
-    rewards: PerToken, values: PerToken, gamma: float, gae_lambda: float
-) -> tuple[PerToken, PerToken]:
+    rewards: Numbers, values: Numbers, lengths: Sequence[int], gamma: float, gae_lambda: float
+) -> tuple[Numbers, Numbers]:
     """Return generalized advantage estimates and returns (advantage + value) of every token.
 
-    `rewards` and `values` have a number for each token. The value after the last token of an answer
-    is 0, also for an answer cut off by max_tokens (no bootstrap).
+    The value after the last token of an answer is 0, also for an answer cut off by max_tokens (no
+    bootstrap).
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
     Estimation" (2016).
+
+    Args:
+        rewards: Reward of every token, answer by answer (`recipes.figures.flat`).
+        values: Value of every token.
+        lengths: Tokens of each answer.
+        gamma: Discount of later rewards.
+        gae_lambda: Weight of longer estimates.
+
+    Returns:
+        Advantages and returns of every token; `recipes.figures.by_answer` makes lists of them.
     """
-    advantages = [
-        _estimates(reward_row, value_row, gamma, gae_lambda)
-        for reward_row, value_row in zip(rewards, values, strict=True)
-    ]
-    return advantages, _map_tokens(add, advantages, values)
+    sizes = np.array([length for length in lengths if length], dtype=np.int64)
+    order = np.argsort(-sizes)
+    last, longest_first = np.cumsum(sizes)[order] - 1, sizes[order]
+    following = np.roll(values, -1)
+    following[last] = 0.0
+    advantages = rewards + gamma * following - values
+    for back in range(1, max(lengths)):  # tokens before the last, for all answers together
+        at = last[: np.searchsorted(-longest_first, -back)] - back
+        advantages[at] += gamma * gae_lambda * advantages[at + 1]
+    return advantages, advantages + values
 
 
-def _estimates(
-    rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float
-) -> list[float]:
-    estimates: list[float] = []
-    advantage = next_value = 0.0
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        advantage = reward + gamma * next_value - value + gamma * gae_lambda * advantage
-        next_value = value
-        estimates.append(advantage)
-    return estimates[::-1]
+def whiten(numbers: Numbers) -> Numbers:
+    """Return (number - mean) / sqrt(variance + 1e-8) of the numbers of all tokens.
 
+    The result has mean 0 and deviation 1, unless the deviation is as small as 1e-4. Equal numbers
+    become 0.
 
-def whiten(numbers: PerToken) -> PerToken:
-    """Normalize to mean 0 and deviation 1 over all tokens; equal numbers become zeros."""
-    flat = list(chain.from_iterable(numbers))
-    mean, scale = statistics.fmean(flat), spread_of(flat) or math.inf
-    return _map_tokens(lambda number: (number - mean) / scale, numbers)
-
-
-def _map_tokens(function: Callable[..., float], *numbers: PerToken) -> PerToken:
-    """Apply `function` to the numbers of every token."""
-    rows = zip(*numbers, strict=True)
-    return [list(starmap(function, zip(*row, strict=True))) for row in rows]
+    Source: `masked_whiten` of TRL and verl, which take the sample variance, too.
+    """
+    return centered(numbers) / np.sqrt(deviation(numbers) ** 2 + 1e-8)
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """Return the answers of each update: a pass shuffles `count` answers into `number` parts."""
+    """Return the answers of each update: a pass shuffles `count` answers into `number` parts.
+
+    If there are fewer answers than parts, there are as many parts as answers.
+    """
     parts: list[list[int]] = []
+    number = min(count, number)
     for epoch in range(epochs):
         order = list(range(count))
         random.Random(f"{seed}/mini_batches/{step}/{epoch}").shuffle(order)
@@ -182,12 +206,10 @@ def update(
     return {name: statistics.fmean(map(itemgetter(name), figures)) for name in figures[0]}
 
 
-def explained_variance(values: PerToken, returns: PerToken) -> float:
+def explained_variance(values: Numbers, returns: Numbers) -> float:
     """Return 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant.
 
-    The result is also 0 if the returns differ by rounding only.
+    The result is also 0 if the returns are equal but for the rounding of the sums they come from.
     """
-    target_pairs = pairs(returns, values)
-    spread = spread_of([target for target, _ in target_pairs])
-    rest = float(np.std([target - estimate for target, estimate in target_pairs]))
-    return 1 - (rest / spread) ** 2 if spread else 0.0
+    spread, largest = deviation(returns), max(np.abs(values).max(), np.abs(returns).max())
+    return 1 - (deviation(returns - values) / spread) ** 2 if spread > 1e-12 * largest else 0.0

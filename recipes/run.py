@@ -1,27 +1,35 @@
 """A run from its recipe to its pictures: in process or through Ray actors, new or resumed."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe, switching
-from recipes.errors import LostWorker, RecipeError, one_line
-from recipes.logs.monitor import Monitor, ProgressView
-from recipes.logs.run_folder import RunFolder, at_work, new_folder
+from recipes.errors import LostWorker, RecipeError, one_line, shown
+from recipes.evaluation import check_best, standing
+from recipes.logs.delivery import Trackers
+from recipes.logs.monitor import Monitor, ProgressView, View
+from recipes.logs.run_folder import RunFolder, at_work, check_holds_run, new_folder
 from recipes.planner.command import plan_apart, unplanned
 from recipes.planner.memory_plan import Switch
 from recipes.setup.preparation import Setup, prepare
+from recipes.tasks.scoring import open_rewards
 from rollout.tag_names import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup
 
 # Keys and sections that a resumed run may change.
-MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "cluster", "driver", "device")
+MAY_CHANGE = (
+    *("steps", "eval", "checkpoint", "cycle", "cluster", "driver", "device"),
+    *("trackers", "samples"),
+)
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
@@ -40,9 +48,14 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
         RunError: The run failed.
     """
     recipe = load(recipe_path, overrides)
-    with new_folder(run_dir, find_recipe(recipe_path).stem) as path:
+    with (
+        new_folder(run_dir, find_recipe(recipe_path).stem) as path,
+        Trackers(recipe.trackers) as trackers,
+    ):
         setup = prepare(recipe, path.absolute())  # Actors may have another working directory.
-        _drive(setup, recipe, RunFolder.create(path, recipe), resume=False)
+        check_best(setup)
+        trackers.start(path.absolute(), dataclasses.asdict(recipe))
+        _drive(setup, recipe, RunFolder.create(path, recipe), trackers, resume=False)
     return path
 
 
@@ -66,31 +79,60 @@ def continue_run(
             prompts or the initial weights differ from those of the run.
         RunError: The run failed.
     """
+    check_holds_run("--resume", run_dir)
     saved_file, option = run_dir / "recipe.yaml", f"--resume {run_dir}"
-    if not saved_file.is_file():
-        rule = "holds no run (no recipe.yaml); give the folder of an earlier run"
-        raise RecipeError(f"{option}: {rule}")
-    with at_work(run_dir):
-        saved, recipe = load(saved_file), load(recipe_path or saved_file, overrides)
-        if key := _first_difference(saved, recipe, MAY_CHANGE):
-            rule = "differs from the run's own recipe.yaml; start a new run instead"
-            raise RecipeError(f"{option}: {key}: {rule}")
-        folder = RunFolder(run_dir)
-        values, step = folder.checkpoint_values(), folder.done
-        evaluated = not recipe.eval.every or folder.evaluated(step)
-        if step > recipe.steps or (step == recipe.steps and evaluated):
-            rule = f"{step} steps are already done; set steps={step + 10} to continue"
-            raise RecipeError(f"{option}: steps={recipe.steps}: {rule}")
-        setup = prepare(recipe, run_dir.absolute())
-        if difference := setup.other_prompts(values.get("prompts", {})):
-            rule = "than the run began with; restore them, or start a new run"
-            raise RecipeError(f"{option}: {difference} {rule}; nothing was changed")
+    folder = RunFolder(run_dir)
+    with at_work(run_dir), ExitStack() as stack:
+        with _standing_noted(folder):
+            saved, recipe = load(saved_file), load(recipe_path or saved_file, overrides)
+            if key := _first_difference(saved, recipe, MAY_CHANGE):
+                rule = "differs from the run's own recipe.yaml; start a new run instead"
+                raise RecipeError(f"{option}: {key}: {rule}")
+            values = folder.checkpoint_values()
+            if ended := _ended(folder, recipe):
+                raise RecipeError(f"{option}: {ended}")
+            setup = prepare(recipe, run_dir.absolute())
+            check_best(setup)
+            if difference := setup.other_prompts(values.get("prompts", {})):
+                rule = "than the run began with; restore them, or start a new run"
+                raise RecipeError(f"{option}: {difference} {rule}; nothing was changed")
+            trackers = stack.enter_context(Trackers(recipe.trackers))
+            trackers.start(run_dir.absolute(), dataclasses.asdict(recipe))
+            folder = RunFolder.reopen(run_dir, recipe)
         note, before = "", values.get("steps", saved.steps)
         if recipe.trainer.lr_decay and before != recipe.steps:
             note = f"; steps was {before}: from its last value the learning rate now falls to 0 "
             note += f"after step {recipe.steps}"
-        _drive(setup, recipe, RunFolder.reopen(run_dir, recipe), resume=True, note=note)
+        _drive(setup, recipe, folder, trackers, resume=True, note=note)
     return run_dir
+
+
+@contextlib.contextmanager
+def _standing_noted(folder: RunFolder) -> Iterator[None]:
+    """Note the run's standing in an error; it is shown when an interrupt ends the command."""
+    try:
+        yield
+    except RecipeError:  # A refusal says itself what to do.
+        raise
+    except BaseException as error:
+        error.add_note(folder.standing())
+        raise
+
+
+def _ended(folder: RunFolder, recipe: Recipe) -> str:
+    """Return why the run ended and how to continue it nevertheless; empty if it did not end."""
+    step, section = folder.done, recipe.eval
+    evaluations = folder.rows_until(step).evaluations
+    evaluated = not section.every or any(row["step"] == step for row in evaluations)
+    exported = recipe.checkpoint.export_every is None or folder.export_of(step).is_dir()
+    if step > recipe.steps or (step == recipe.steps and evaluated and exported):
+        rule = f"{step} steps are already done; set steps={step + 10} to continue"
+        return f"steps={recipe.steps}: {rule}"
+    best = standing(evaluations, section.best)
+    if section.patience and best and best.since >= section.patience:
+        rule = f"{best.since} evaluations were no better than that after {best.step} updates"
+        return f"eval.patience={section.patience}: {rule}; set eval.patience=0 to continue"
+    return ""
 
 
 def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str:
@@ -98,29 +140,39 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
     for name in [field.name for field in dataclasses.fields(was) if field.name not in apart_from]:
         before, after = getattr(was, name), getattr(now, name)
         if before != after:
-            inside = dataclasses.is_dataclass(before)
-            return f"{name}.{_first_difference(before, after)}" if inside else f"{name}={after}"
+            if dataclasses.is_dataclass(before):
+                return f"{name}.{_first_difference(before, after)}"
+            if isinstance(before, list) and len(before) == len(after):
+                index = next(i for i, item in enumerate(before) if item != after[i])
+                if dataclasses.is_dataclass(before[index]):
+                    inside = _first_difference(before[index], after[index])
+                    return f"{name}[{index}].{inside}"
+            return f"{name}={shown(after)}"
     return ""
 
 
-def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, note: str = "") -> None:
+def _drive(
+    setup: Setup,
+    recipe: Recipe,
+    folder: RunFolder,
+    trackers: Trackers,
+    resume: bool,
+    note: str = "",
+) -> None:
     """Run a prepared recipe; restart it from the last checkpoint when a worker is lost.
 
     `recipe` is the user's recipe; that of `setup` has more keys decided. `note` ends the first line
     of the view.
     """
     allowed = recipe.checkpoint.max_restarts
-    opening = (
-        f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
-    )
-    if setup.left_out:
-        limit = recipe.task.max_prompt_tokens
-        opening += f"; {setup.left_out} problems left out by task.max_prompt_tokens={limit}"
+    opening = f"{folder.path}: {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
     opening += note
     restarts = 0
     while True:
         try:
-            return _attempt(setup, folder, resume, opening)
+            with _standing_noted(folder):
+                return _attempt(setup, folder, trackers, resume, opening)
         except LostWorker as lost:
             if restarts == allowed:
                 raise LostWorker(lost.stage, lost.cause, folder.how_to_continue()) from lost
@@ -129,18 +181,21 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, note: 
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
-        except BaseException as error:
-            error.add_note(folder.standing())  # shown when an interrupt ends the command
-            raise
 
 
-def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
+def _attempt(
+    setup: Setup, folder: RunFolder, trackers: Trackers, resume: bool, opening: str
+) -> None:
     """Run once; trace and pictures are written even if the run fails."""
     view = ProgressView(setup.recipe.steps)
-    monitor = Monitor(folder, view)
-    view.note(opening)
+    monitor = Monitor(folder, view, setup.recipe.samples, trackers.add)
     try:
+        view.note(opening)
+        trackers.catch_up(folder)
         with ExitStack() as stack:
+            # First, because worker processes start while the two sides are built.
+            rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)
+            stack.enter_context(contextlib.closing(rewards))
             hosted = setup.recipe.engine.hosted
             setup = setup if hosted else _with_switch_decided(setup, folder, monitor)
             with monitor.stage("build"):
@@ -157,18 +212,36 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             recipe = setup.recipe
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
             loop = LOOPS[recipe.algorithm](
-                setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
+                setup=setup,
+                trainer=trainer,
+                rollout=rollout,
+                cycle=cycle,
+                rewards=rewards,
+                monitor=monitor,
+                save=partial(_save, folder, trainer, recipe, setup.prompt_digests()),
+                export=partial(_export, folder, trainer, recipe),
             )
-            prompts = setup.prompt_digests()
-            loop.run(
-                first,
-                lambda step: _save(folder, trainer, step, recipe, prompts),
-                lambda step: _export(folder, trainer, step, recipe),
-            )
+            loop.run(first)
     finally:
         monitor.close()
-    export = folder.export_of(recipe.steps)
-    view.note(f"done: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
+    _note_outcome(folder, recipe, view)
+
+
+def _note_outcome(folder: RunFolder, recipe: Recipe, view: View) -> None:
+    """Show the best evaluation, and how the run ended."""
+    run, section = folder.run, recipe.eval
+    updates = run.train()[-1]["step"]
+    if best := standing(run.evaluations, section.best):
+        kept = folder.best_checkpoint()
+        when = f"after {best.step} updates" if best.step else "before the first update"
+        where = f" (checkpoints/{kept.name})" if kept else ""
+        view.note(f"best: {section.best} {best.value:.3f} {when}{where}")
+    outcome = "done"
+    if updates < recipe.steps and best:
+        outcome = f"ended early after {updates} updates: {best.since} evaluations without a better "
+        outcome += f"{section.best} (eval.patience={section.patience})"
+    export = folder.export_of(updates)
+    view.note(f"{outcome}: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
 
 
 def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
@@ -209,7 +282,7 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
 
 
 def _save(
-    folder: RunFolder, trainer: Any, step: int, recipe: Recipe, prompts: dict[str, int]
+    folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, int], step: int
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts": prompts}
     folder.save_checkpoint(
@@ -217,7 +290,7 @@ def _save(
     )
 
 
-def _export(folder: RunFolder, trainer: Any, step: int, recipe: Recipe) -> None:
+def _export(folder: RunFolder, trainer: Any, recipe: Recipe, step: int) -> None:
     # Without its base, which is random, an adapter is of no use.
     merge = bool(recipe.lora.rank) and recipe.model.random_init
     folder.save_export(step, lambda path: trainer.save_pretrained(str(path), merge_adapters=merge))

@@ -279,11 +279,25 @@ BUGS = [
         'critic.step = values["step"]',
     ),
     Bug(
-        "advantages divide by the sample's deviation, not the group's",
-        "recipes/loop.py",
+        "deviations are the population's, not the sample's",
+        "recipes/figures.py",
         "recipes/test_grpo.py",
-        "float(np.std(numbers))",
-        "float(np.std(numbers, ddof=1))",
+        "max(1, len(differences) - 1)",
+        "len(differences)",
+    ),
+    Bug(
+        "answers without a reward are learnt from",
+        "recipes/sampling.py",
+        "recipes/test_figures.py",
+        "in enumerate(scores) if score.reward is not None]",
+        "in enumerate(scores)]",
+    ),
+    Bug(
+        "the sides of the clipped ratio are exchanged",
+        "trainer_bridge/training/losses.py",
+        "trainer_bridge/test_batch.py",
+        "(advantages < 0, advantages > 0)",
+        "(advantages > 0, advantages < 0)",
     ),
     Bug(
         "an evaluation runs a step late",
@@ -296,8 +310,7 @@ BUGS = [
         "`latest` names a checkpoint that is still being written",
         "recipes/logs/run_folder.py",
         "recipes/test_run_folder.py",
-        '            write(folder / f"step_{step}")\n'
-        '            replace_text(folder / "latest", f"step_{step}\\n")\n',
+        '            write(folder / f"step_{step}")\n',
         '            replace_text(folder / "latest", f"step_{step}\\n")\n'
         '            write(folder / f"step_{step}")\n',
     ),

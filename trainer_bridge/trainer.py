@@ -244,8 +244,11 @@ class Trainer(SaverSide):
                 loss has a KL term.
 
         Returns:
-            loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy (nats),
-            learning_rate and tokens.
+            loss, grad_norm (before clipping), clip_fraction (share of tokens without gradient,
+            because the loss clips their ratio), its parts clip_fraction_low (ratio below
+            1 - clip_eps_low, negative advantage) and clip_fraction_high (ratio above
+            1 + clip_eps_high, positive advantage), approx_kl, entropy (nats), learning_rate and
+            tokens.
 
         Raises:
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
@@ -266,8 +269,14 @@ class Trainer(SaverSide):
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
         self._runtime.finish()  # the step's queued work counts as part of this stage
-        names = ("loss", "clip_fraction", "approx_kl", "entropy")
-        return dict(zip(names, means, strict=True)) | {
+        loss, low, high, kl, entropy = means
+        return {
+            "loss": loss,
+            "clip_fraction": low + high,
+            "clip_fraction_low": low,
+            "clip_fraction_high": high,
+            "approx_kl": kl,
+            "entropy": entropy,
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "tokens": float(batch.num_tokens),

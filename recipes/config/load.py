@@ -11,7 +11,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.config.recipe import FIELDS, Contradiction, Recipe, is_section, keys_of, remedy_of
+from recipes.config.models import DATA_ENDINGS, TaskSection
+from recipes.config.recipe import (
+    FIELDS,
+    Contradiction,
+    Recipe,
+    field_of,
+    is_section,
+    keys_of,
+    remedy_of,
+)
 from recipes.errors import RecipeError, one_line, shown
 
 PACKAGE = Path(__file__).parent.parent
@@ -100,22 +109,36 @@ def _values(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     bad = (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError)
     place = file.name
     try:
-        layers = [OmegaConf.load(file)]
-        if not isinstance(layers[0], DictConfig):
+        merged = OmegaConf.load(file)
+        if not isinstance(merged, DictConfig):
             raise ValueError("must be a mapping of keys to values")
         for override in overrides:
             place = f"command line: {shown(override)}"
             key, equals, _ = override.partition("=")
             if not equals or not all(key.split(".")):
                 raise ValueError("must be key=value, for example steps=3")
-            layers.append(OmegaConf.from_dotlist([override]))
+            merged = _with_override(merged, key, override)
         place = shown(" and ".join([file.name, *overrides]))
-        merged = OmegaConf.unsafe_merge(*layers)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except bad as error:
         remedy = "write YAML, and ${KEY} of keys that have a value"
         raise RecipeError(f"{place}: {one_line(error)}; {remedy}") from None
     return values
+
+
+def _with_override(merged: Any, key: str, override: str) -> Any:
+    """Return the values with an override; a key such as task.mixture[0].weight names an item."""
+    from omegaconf import ListConfig, OmegaConf
+
+    if "[" not in key:
+        return OmegaConf.unsafe_merge(merged, OmegaConf.from_dotlist([override]))
+    value = OmegaConf.from_dotlist([f"value{override.removeprefix(key)}"])
+    name, _, number = key.partition("[")
+    items = OmegaConf.select(merged, name)
+    if not isinstance(items, ListConfig) or int(number.partition("]")[0]) >= len(items):
+        raise ValueError("names no item of a list")
+    OmegaConf.update(merged, key, value._get_node("value"))
+    return merged
 
 
 def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, str]]:
@@ -125,23 +148,32 @@ def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, s
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, Contradiction):
             return cause.faults
-        inside = 2 if is_section(str(details["loc"][0])) else 1
-        by_key.setdefault(".".join(map(str, details["loc"][:inside])), []).append(details)
+        by_key.setdefault(_key(details["loc"]), []).append(details)
     return [(key, _line(key, faults, values)) for key, faults in by_key.items()]
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Return the key of a fault; below a key, pydantic's location names types and items."""
+    if not is_section(str(location[0])):
+        return str(location[0])
+    key = ".".join(map(str, location[:2]))
+    if key in ("task.mixture", "eval.sets") and len(location) > 2:
+        return ".".join([f"{key}[{location[2]}]", *map(str, location[3:4])])
+    return key
 
 
 def _line(key: str, faults: list[ErrorDetails], values: dict[str, Any]) -> str:
     """Return one line about the faults of a key; a choice of types has a fault for each type."""
-    if key not in FIELDS:
+    if faults[0]["type"] == "unexpected_keyword_argument":
         return f"{shown(key)}: unknown key; {_suggest(key)}"
     if faults[0]["type"] == "missing":
         return f"{key}: is required and has no value; {remedy_of(key)}"
     value: Any = values
-    for part in key.split("."):
-        value = value[part]
+    for part in re.findall(r"\w+", key):
+        value = value[int(part) if part.isdigit() else part]
     rules = [fault["msg"].partition(" should ")[2] or fault["msg"] for fault in faults]
     rule = re.sub(r" or an instance of \w+", "", " or ".join(dict.fromkeys(rules)))
-    description = FIELDS[key].description
+    description = FIELDS[field_of(key)].description
     reason = f" ({description.rstrip('.')})" if description else ""
     return f"{key}={shown(value)}: must {rule}{reason}; {remedy_of(key)}"
 
@@ -156,7 +188,7 @@ def _suggest(key: str) -> str:
 
 
 def _within(key: str, section: str) -> bool:
-    return f"{key}.".startswith(f"{section}.")
+    return f"{key}.".replace("[", ".").startswith(f"{section}.".replace("[", "."))
 
 
 def _without_effect(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
@@ -184,11 +216,26 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     elif recipe.ppo.epochs * recipe.ppo.mini_batches == 1:
         once = "one update a step (ppo.epochs=1, ppo.mini_batches=1)"
         idle |= dict.fromkeys(("ppo.clip_low", "ppo.clip_high", "ppo.value_clip"), once)
+    idle |= _idle_keys_of_task(recipe.task)
     if recipe.lora.rank == 0:
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
     if recipe.model.path is not None:
         named = f"model.path={recipe.model.path}"
         idle |= {"model.shape": named, "model.config": named}
-    if recipe.task.name == "toy":
-        idle |= dict.fromkeys(("task.num_terms", "task.num_digits"), "task.name=toy")
+    return idle
+
+
+def _idle_keys_of_task(task: TaskSection) -> dict[str, str]:
+    named = f"task.name={task.name}"
+    if task.name == "file":
+        idle = {"task.parameters": named}
+        if Path(str(task.data)).suffix in DATA_ENDINGS:
+            idle |= dict.fromkeys(("task.subset", "task.split"), f"task.data={task.data}, a file")
+    else:
+        columns = ("subset", "split", "prompt_column", "answer_column")
+        idle = {f"task.{name}": named for name in columns}
+    if task.name == "toy" and not task.rewards:
+        idle["task.extract"] = named
+    if not task.mixture:
+        idle["task.weight"] = "task.mixture=[]"
     return idle

@@ -6,6 +6,7 @@ errors, `memsaver keys` and the JSON schema show these descriptions.
 
 import inspect
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args
@@ -205,7 +206,7 @@ class LoraSection:
 
 @section
 class SamplingSection:
-    """Sampling of training answers; evaluation is greedy with the same max_tokens.
+    """Sampling of training answers; evaluations have the same max_tokens.
 
     Attributes:
         max_tokens: Tokens of the longest answer.
@@ -283,48 +284,123 @@ class PpoSection:
     router_replay: bool = False
 
 
-@section
-class TaskSection:
-    """Problems and their rewards. `toy` needs no download; `chain_sum` comes from reasoning-gym.
+DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+Extract = Literal["text", "number", "boxed", "tag"]
 
-    A custom task (`package.module:function`, see `recipes.tasks`) may read the other keys.
+
+@section
+class ProblemSection:
+    """One set of problems and the rewards of their answers.
 
     Attributes:
-        name: Either toy, chain_sum, or package.module:function for a custom task.
-        num_terms: Terms of a chain_sum.
-        num_digits: Digits of each term of a chain_sum.
-        also_train_digits: Further numbers of digits of chain_sum to train on; a step has equally
-            many prompts of each.
-        held_out_fraction: Share of the problems that training never sees.
-        partial_credit: Reward of a near miss, which never counts as an exact match.
-        system_prompt: System turn before every question.
-        max_prompt_tokens: Longest prompt. Problems with longer prompts are left out and counted;
-            null: no limit.
+        name: Source of the problems: toy (needs no download), file (`data`), reasoning_gym:NAME (a
+            generator of reasoning-gym), or package.module:function (see `recipes.tasks`).
+        label: Name of the set in figures; null: the name of the file, generator or function.
+        data: With name=file, a JSONL, JSON, CSV or parquet file, a folder of such files, or
+            ORG/NAME of a data set on the Hub.
+        subset: Configuration of a data set on the Hub, such as main.
+        split: Split of a data set on the Hub.
+        prompt_column: Column with the prompt: a text, or a list of messages with role and content.
+        answer_column: Column with the expected answer; null: there is none.
+        parameters: Parameters of the generator or of the custom function by name.
+        held_out_fraction: Share of the problems that training never sees; 0: none, if `eval.sets`
+            names others or eval.every=0.
+        weight: Share of the prompts that come from this set, relative to the other sets' weights.
+        rewards: Reward functions as package.module:function, or the packaged exact_match, math and
+            number; empty: the source's own.
+        reward_weights: Weight of each reward function in the sum; empty: 1 each.
+        extract: Part of an answer that packaged functions, files and reasoning_gym score: the whole
+            text, its last number, the content of its last \\boxed{}, or of its last <answer> tag.
     """
 
-    name: Annotated[str, Field(pattern=r"^(toy|chain_sum|\w+(\.\w+)*:\w+)$", examples=["toy"])]
-    num_terms: Annotated[int, Field(ge=2)] = 2
-    num_digits: Count = 1
-    also_train_digits: list[Count] = Field(default=[])
-    held_out_fraction: BetweenZeroAndOne = 0.2
-    partial_credit: BelowOne = 0.0
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^(toy|file|\w+(\.\w+)*:\w+)$",
+            examples=["toy"],
+        ),
+    ]
+    label: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    data: Annotated[str, Field(min_length=1)] | None = None
+    subset: str | None = None
+    split: str = "train"
+    prompt_column: str = "prompt"
+    answer_column: str | None = "answer"
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    held_out_fraction: BelowOne = 0.2
+    weight: Positive = 1.0
+    rewards: list[str] = Field(default_factory=list)
+    reward_weights: list[float] = Field(default_factory=list)
+    extract: Extract = "text"
+
+    @property
+    def set_name(self) -> str:
+        """Return `label`, or the name of the file or data set, of the generator or the function."""
+        source = self.name if self.data is None else Path(self.data).name
+        path = Path(source.rpartition(":")[2])
+        own = path.stem if path.suffix in DATA_ENDINGS else path.name
+        return self.label or re.sub(r"[^\w.-]", "_", own)
+
+
+@section
+class TaskSection(ProblemSection):
+    """Problems and rewards: one set with the keys below, and further sets in `mixture`.
+
+    Attributes:
+        mixture: Further sets to train on, each a mapping with the keys of one set, from `name` to
+            `extract`.
+        system_prompt: System turn before every prompt that does not begin with one.
+        template: Chat template: a Jinja file, or none for the prompt's plain text; null: the
+            model's own, or plain text if it has none.
+        template_arguments: Further arguments of the chat template, such as enable_thinking: false.
+        max_prompt_tokens: Longest prompt. Problems with longer prompts are left out and counted;
+            null: no limit.
+        timeout: Seconds that one call of a reward function in a worker process may take.
+        workers: Processes that call reward functions; 0: the process of the command, where only
+            async functions have a timeout; null: half of the CPUs, at most 8.
+    """
+
+    mixture: list[ProblemSection] = Field(default_factory=list, max_length=255)
     system_prompt: str = ""
+    template: str | None = None
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
     max_prompt_tokens: Count | None = None
+    timeout: Positive = 30.0
+    workers: CountOrZero | None = None
+
+
+def sets_by_key(
+    task: TaskSection, evaluated: Sequence[ProblemSection]
+) -> dict[str, ProblemSection]:
+    """Return all sets of a recipe by the key of their section; `evaluated` are `eval.sets`."""
+    sets: dict[str, ProblemSection] = {"task": task}
+    sets |= {f"task.mixture[{index}]": part for index, part in enumerate(task.mixture)}
+    return sets | {f"eval.sets[{index}]": part for index, part in enumerate(evaluated)}
 
 
 @section
 class EvalSection:
-    """Greedy answers to held-out problems: at the start, every `every` steps and after the last.
+    """Answers to held-out problems: at the start, every `every` steps and after the last.
 
     Attributes:
         every: Steps between evaluations; 0: no evaluation.
-        problems: Largest number of problems in one evaluation.
-        also_digits: Further numbers of digits of chain_sum to evaluate, each on its own.
+        problems: Largest number of problems of each set in one evaluation.
+        sets: Sets that are only evaluated, each a mapping with the keys of a set in `task.mixture`.
+        samples: Answers to each problem; above 1, rows have avg@n and pass@k.
+        temperature: Sampling temperature of evaluations; 0: greedy, with samples=1.
+        best: Figure of an evaluation, such as exact_match or reward_LABEL; the checkpoint with its
+            highest value is kept. null: only the newest checkpoints are.
+        patience: Evaluations without improvement of `best` after which the run ends; 0: it does not
+            end early.
     """
 
     every: CountOrZero = 10
     problems: Count = 64
-    also_digits: list[Count] = Field(default=[])
+    sets: list[ProblemSection] = Field(default_factory=list)
+    samples: Count = 1
+    temperature: PositiveOrZero = 0.0
+    best: str | None = "exact_match"
+    patience: CountOrZero = 0
 
 
 @section

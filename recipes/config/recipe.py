@@ -4,9 +4,9 @@ Checks that need the disk or the machine are in `recipes.setup.preparation`.
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import is_dataclass, replace
-from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,6 +18,9 @@ from recipes.errors import shown
 
 HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
 """Other projects' engines, by `engine.kind`."""
+
+COLDEST = 1e-6
+"""Lowest temperature above 0, as in `SamplingParams`."""
 
 VLLM_COLDEST = 0.01
 """Lowest temperature that vLLM uses; it raises lower temperatures to this one."""
@@ -58,6 +61,9 @@ class Recipe:
         checkpoint: Checkpoints and restarts.
         cycle: The hand-over between trainer and rollout.
         cluster: The devices.
+        trackers: Where figures and samples go besides the run's folder: tensorboard, wandb, mlflow,
+            trackio, swanlab, prometheus, prometheus:PORT, or package.module:function.
+        samples: Answers of each step and evaluation in samples.jsonl and in the trackers; 0: none.
         driver: Either inprocess (one device, in the process of the command) or ray (actors).
         device: One of auto (cuda:0 if there is a GPU, else cpu), cpu, cuda and cuda:N.
         seed: Seed of prompts, samples and random weights.
@@ -77,6 +83,8 @@ class Recipe:
     checkpoint: models.CheckpointSection = Field(default_factory=models.CheckpointSection)
     cycle: models.CycleSection = Field(default_factory=models.CycleSection)
     cluster: models.ClusterSection = Field(default_factory=models.ClusterSection)
+    trackers: list[str] = Field(default_factory=list)
+    samples: Annotated[int, Field(ge=0)] = 16
     driver: Literal["inprocess", "ray"] = "ray"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -90,12 +98,15 @@ class Recipe:
         """Return the value of a full key.
 
         Args:
-            key: A key such as `engine.kind`.
+            key: A key such as `engine.kind` or `task.mixture[0].data`.
 
         Returns:
             The value.
         """
-        return attrgetter(key)(self)
+        value: Any = self
+        for part in re.findall(r"\w+", key):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        return value
 
     def absent_tags(self) -> dict[Tag, str]:
         """Return the tags that this recipe does not have.
@@ -145,9 +156,11 @@ class Recipe:
         """Yield the rules between keys that this recipe breaks."""
         if self.model.random_init:
             yield from self._faults_of_random_model()
+        yield from self._faults_of_sets()
+        if len({*self.trackers}) < len(self.trackers):
+            yield "trackers", "names a tracker twice"
         yield from self._faults_of_engine()
         yield from self._faults_of_training()
-        yield from self._faults_of_task()
         yield from self._faults_of_devices()
         yield from self._faults_of_cycle()
         if self.engine.kind in HOSTED:
@@ -155,9 +168,6 @@ class Recipe:
 
     def _faults_of_random_model(self) -> Faults:
         shape, config = self.model.shape, self.model.config
-        if self.task.name == "chain_sum":
-            remedy = "set task.name=toy, or model.path=DIRECTORY"
-            yield "task.name", "a random model has no tokenizer for this task", remedy
         if shape is None and config is None:
             remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
             yield "model.path", "no model is named", remedy
@@ -172,6 +182,34 @@ class Recipe:
             close = difflib.get_close_matches(shape, shapes(), n=1) or ["qwen2.5-0.5b"]
             rule = f"must be one of {', '.join(shapes())}"
             yield "model.shape", rule, f"set model.shape={close[0]}"
+
+    def _faults_of_sets(self) -> Faults:
+        keys: dict[str, str] = {}
+        sets = models.sets_by_key(self.task, self.eval.sets)
+        for key, part in sets.items():
+            file = part.name == "file"
+            if file and part.data is None:
+                remedy = f"set {key}.data=FILE, or ORG/NAME of a data set on the Hub"
+                yield f"{key}.data", "names no data for name=file", remedy
+            if part.data is not None and not file:
+                yield f"{key}.data", f"needs {key}.name=file", f"set {key}.name=file"
+            if file and part.answer_column is None and not part.rewards:
+                remedy = f"set {key}.answer_column=answer, or {key}.rewards=[MODULE:FUNCTION]"
+                yield f"{key}.answer_column", "without answers, nothing scores", remedy
+            if (other := keys.setdefault(part.set_name, key)) != key:
+                rule = f"{other} has the name {part.set_name}, too, which figures need apart"
+                yield f"{key}.label", rule, f"set {key}.label={part.set_name}_2"
+            for name in ("weight", "held_out_fraction") if key.startswith("eval") else ():
+                if getattr(part, name) != default_of(f"task.{name}"):
+                    yield f"{key}.{name}", "has no effect on a set that is only evaluated"
+        trained = [self.task, *self.task.mixture]
+        if self.eval.every and not self.eval.sets and not any(p.held_out_fraction for p in trained):
+            remedy = "set task.held_out_fraction=0.2, eval.every=0, or eval.sets"
+            yield (
+                "task.held_out_fraction",
+                f"leaves eval.every={self.eval.every} no problem",
+                remedy,
+            )
 
     def _faults_of_engine(self) -> Faults:
         engine, tokens, page = self.engine, self.engine.kv_tokens, self.engine.page_size
@@ -206,8 +244,21 @@ class Recipe:
         if self.checkpoint.max_restarts and not self.checkpoint.every:
             rule = "needs checkpoints to continue from, and checkpoint.every=0"
             yield "checkpoint.max_restarts", rule
+        yield from self._faults_of_evaluation()
         if self.algorithm == "ppo":
             yield from self._faults_of_ppo()
+
+    def _faults_of_evaluation(self) -> Faults:
+        section, temperature = self.eval, self.eval.temperature
+        if section.samples > 1 and not temperature:
+            rule = "would all be the same greedy answer with eval.temperature=0"
+            yield "eval.samples", rule, "set eval.samples=1, or eval.temperature=1.0"
+        if 0 < temperature < COLDEST:
+            yield "eval.temperature", f"must be 0 (greedy) or at least {COLDEST:g}"
+        if section.patience and not section.every:
+            yield "eval.patience", "needs evaluations, and eval.every=0"
+        if section.patience and section.best is None:
+            yield "eval.patience", "needs a figure to improve, and eval.best=null"
 
     def _faults_of_ppo(self) -> Faults:
         ppo, warmup = self.ppo, self.ppo.critic_warmup_steps
@@ -217,17 +268,6 @@ class Recipe:
         if warmup >= self.steps:
             rule = f"leaves none of steps={self.steps} to the policy"
             yield "ppo.critic_warmup_steps", rule
-
-    def _faults_of_task(self) -> Faults:
-        task, digits = self.task, self.task.num_digits
-        for key in ("task.also_train_digits", "eval.also_digits"):
-            also = self.value(key)
-            if also and task.name != "chain_sum":
-                yield key, f"is not defined for task.name={task.name}"
-            elif len({digits, *also}) <= len(also):
-                yield key, f"must be distinct numbers, without task.num_digits={digits}"
-        if task.partial_credit and task.name == "chain_sum":
-            yield "task.partial_credit", "is not defined for task.name=chain_sum"
 
     def _faults_of_devices(self) -> Faults:
         devices, per_node = self.cluster.size, self.cluster.n_gpus_per_node
@@ -272,8 +312,9 @@ class Recipe:
             faults["cycle.alias"] = f"excludes {name}, whose buffers lie among its weights"
         if self.cycle.overlap not in ("auto", []):
             faults["cycle.overlap"] = f"needs a KV cache that grows, and {name}'s does not"
-        if kind == "vllm" and self.sampling.temperature < VLLM_COLDEST:
-            faults["sampling.temperature"] = f"is raised to {VLLM_COLDEST} by vLLM"
+        for key in ("sampling.temperature", "eval.temperature"):
+            if kind == "vllm" and 0 < self.value(key) < VLLM_COLDEST:
+                faults[key] = f"is raised to {VLLM_COLDEST} by vLLM"
         for key, rule in faults.items():
             yield key, f"{rule}, with engine.kind={kind}"
 
@@ -291,7 +332,9 @@ FIELDS = dict(_fields())
 
 
 def keys_of(section: str) -> list[str]:
-    """Return the full keys of a section in order; an empty name means the top level."""
+    """Return the full keys of a section or set in order; an empty name means the top level."""
+    if field_of(section) != section:
+        return [f"{section}.{name}" for name in models.ProblemSection.__dataclass_fields__]
     return [key for key in FIELDS if key.rpartition(".")[0] == section]
 
 
@@ -300,16 +343,25 @@ def is_section(key: str) -> bool:
     return key in FIELDS and is_dataclass(FIELDS[key].annotation)
 
 
+def field_of(key: str) -> str:
+    """Return the key of `FIELDS` that describes a key; sets in lists are described in `task`.
+
+    >>> field_of("eval.sets[0].data"), field_of("engine.kind")
+    ('task.data', 'engine.kind')
+    """
+    return re.sub(r"^(task\.mixture|eval\.sets)\[\d+\]", "task", key)
+
+
 def default_of(key: str) -> Any:
     """Return the default of a full key."""
-    return FIELDS[key].get_default(call_default_factory=True)
+    return FIELDS[field_of(key)].get_default(call_default_factory=True)
 
 
 def remedy_of(key: str) -> str:
     """Return the setting of a key to a valid value: an example, or the default."""
-    if is_section(key):
+    if is_section(field_of(key)):
         return f"set {key}.KEY=VALUE"
-    value = (FIELDS[key].examples or [default_of(key)])[0]
+    value = (FIELDS[field_of(key)].examples or [default_of(key)])[0]
     return f"set {key}={shown(value)}"
 
 

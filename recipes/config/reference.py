@@ -50,6 +50,10 @@ def _takes(part: dict[str, Any]) -> str:
         return " or ".join(map(_takes, part["anyOf"]))
     if choices := part.get("enum", [part["const"]] if "const" in part else []):
         return ", ".join(f"`{choice}`" for choice in choices)
+    if "$ref" in part:
+        return "set"
+    if part["type"] == "object":
+        return "mapping"
     if part["type"] == "array":
         return f"list of {_takes(part['items'])}"
     limits = ", ".join(f"{sign} {part[bound]}" for bound, sign in BOUNDS.items() if bound in part)

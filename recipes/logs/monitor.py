@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from rich.text import Text
 
 from memsaver import Usage
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line
-from recipes.logs.run_folder import RunFolder, Span, kind_of, match_names, switch_seconds
+from recipes.logs.run_folder import Row, RunFolder, Span, kind_of, qualities, switch_seconds
+from recipes.logs.samples import records_of
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 from trainer_bridge.sync import SyncReceipt
@@ -30,6 +31,7 @@ from trainer_bridge.sync import SyncReceipt
 TakeUsage = Callable[[], Usage | None]
 MOVING = ("pause", "resume", "save", "prefetch")  # operations of a saver that move memory
 NOTABLE = 1e-3  # seconds of overlapped moves that are shown
+COUNTED = {"groups_without_signal": "groups without signal", "faults": "faults of rewards"}
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
@@ -117,11 +119,22 @@ class Monitor:
         memory: Committed bytes of this step by phase and tag.
         peaks: Peak bytes by stage.
         sync: Bytes and seconds of the newest weight sync.
+        samples: Largest number of answers of a row that are recorded.
+        track: Passes a row and its samples to the trackers, and returns lines to show.
     """
 
-    def __init__(self, folder: RunFolder, view: View) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        view: View,
+        samples: int = 0,
+        track: Callable[[Row, list[Row]], list[str]] = lambda row, samples: [],
+    ) -> None:
         self.folder = folder
         self.view = view
+        self.samples = samples
+        self.track = track
+        self._answers: list[tuple[Any, Sequence[Any]]] = []  # of the next row
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
@@ -229,9 +242,19 @@ class Monitor:
         """Return the seconds of this step in which memory moved outside of the switch's stages."""
         return _covered([*self._moves, *self._switches]) - _covered(self._switches)
 
-    def row(self, row: dict[str, Any]) -> None:
-        self.folder.add_row(row)
+    def answered(self, samples: Any, scores: Sequence[Any]) -> None:
+        """Take answers of the next row, which records some of them, with their scores."""
+        if self.samples:
+            self._answers.append((samples, scores))
+
+    def row(self, row: Row) -> None:
+        """Record a row with the samples of its answers; show it and pass it to the trackers."""
+        samples = records_of(self._answers, row, self.samples)
+        self._answers = []
+        self.folder.add_row(row, samples)
         self.view.row(row)
+        for line in self.track(row, samples):
+            self.view.note(line)
 
     def read_memory(self, phase: str) -> None:
         """Collect the events of all owners and record the bytes of their tags under `phase`.
@@ -287,15 +310,13 @@ def _lost_actor(cause: BaseException) -> bool:
 def describe(row: Mapping[str, Any]) -> str:
     """Return one line about a row of metrics.jsonl, with figures separated by bars."""
     if row["kind"] == "eval":
-        first, *further = match_names([row]).items()
-        result = f"{row['exact_match']:.3f} of {row['problems']}"
-        result += "".join(f", {name} {row[key]:.3f}" for key, name in further)
-        return f"{first[1]} exact match {result} after {row['step']} updates"
-    spread, dead = row.get("reward_std"), row.get("groups_without_signal")
+        shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
+        return f"{shares} on {row['problems']} held-out problems after {row['step']} updates"
+    spread = row.get("reward_std")
     parts = [
-        f"reward {row['reward']:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""),
-        *([f"{dead} groups without signal"] if dead else []),
-        f"exact {row['exact_match']:.3f}",
+        f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
+        *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
+        f"exact {_decimal(row, 'exact_match')}",
         f"mismatch {row['mismatch_mean']:.1e} mean {row['mismatch_max']:.1e} max",
         *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
         f"length {row['response_length']:.1f}",
@@ -306,6 +327,11 @@ def describe(row: Mapping[str, Any]) -> str:
     if (hidden := row.get("hidden_seconds", 0.0)) >= NOTABLE:
         parts[-1] += f" and {hidden:.3f} s overlapped"
     return " | ".join(parts)
+
+
+def _decimal(row: Mapping[str, Any], key: str = "reward") -> str:
+    """Return a figure; a dash if the row lacks it, because no answer has a reward."""
+    return "-" if row.get(key) is None else f"{row[key]:.3f}"
 
 
 class View:
@@ -354,7 +380,7 @@ class ProgressView(View):
         if row["kind"] == "eval":
             self.note(f"eval: {describe(row)}")
             return
-        newest = f"reward {row['reward']:.3f}, {row['step_seconds']:.1f} s, "
+        newest = f"reward {_decimal(row)}, {row['step_seconds']:.1f} s, "
         newest += f"{row['tokens_per_second']:.0f} tok/s"
         self._progress.update(self._task, completed=row["step"], newest=newest)
         left = self._progress.tasks[0].time_remaining

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from memsaver import Event
 from memsaver.system.files import replaced
-from recipes.logs.run_folder import Row, Run, kind_of, match_names
+from recipes.logs.run_folder import Row, Run, kind_of, qualities
 from rollout.tag_names import TAGS as ROLLOUT_TAGS
 from trainer_bridge.tags import TRAINER_TAGS
 
@@ -93,8 +93,8 @@ def draw_reward(run: Run) -> Figure | None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _curve(above, run.train(), "reward", "reward, mean of the step")
     _curve(above, run.train(), "exact_match", "exact match of samples")
-    for key, name in match_names(run.evaluations).items():
-        _curve(above, run.evaluations, key, f"exact match, {name}", marker="o")
+    for name in dict.fromkeys(chain.from_iterable(map(qualities, run.evaluations))):
+        _curve(above, run.evaluations, name, f"{name}, held-out problems", marker="o")
     above.set(ylabel="reward; exact match (share of answers)")
     for key, label in (("mismatch_mean", "mean"), ("mismatch_max", "largest")):
         _curve(below, run.train(), key, f"mismatch, {label}", above=0.0)
@@ -161,7 +161,8 @@ def _curve(
     axes: Axes, rows: Sequence[Row], key: str, label: str, above: float = -math.inf, **style: Any
 ) -> None:
     """Draw a line over steps through the rows whose value of the key exceeds `above`."""
-    points = [(row["step"], row[key]) for row in rows if row.get(key, above) > above]
+    values = [(row["step"], row.get(key)) for row in rows]
+    points = [(step, value) for step, value in values if value is not None and value > above]
     if points:
         style = {"marker": "o" if len(points) == 1 else None, **style}
         axes.plot(*zip(*points, strict=True), label=label, **style)

@@ -13,7 +13,15 @@ from omegaconf import OmegaConf
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, one_line, writable
-from recipes.logs.run_folder import Row, Run, match_names, switch_seconds, whole_rows
+from recipes.logs.run_folder import (
+    Row,
+    Run,
+    check_holds_run,
+    switch_seconds,
+    tabulated,
+    whole_rows,
+)
+from recipes.logs.samples import COLUMNS, cells, cut, read_samples
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DEVICE = "device"  # name of the whole device among measured processes
@@ -30,9 +38,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         RecipeError: The folder holds no run, the file cannot be written, or matplotlib or jinja2
             is missing.
     """
-    if not (run_dir / "recipe.yaml").is_file():
-        rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
-        raise RecipeError(f"report {run_dir}: {rule}")
+    check_holds_run("report", run_dir)
     try:
         html = render_page(run_dir)
     except ImportError as error:
@@ -66,7 +72,10 @@ def render_page(path: Path) -> str:
         planned=planned_and_measured(run.rows, _read_json(path / "plan.json")),
         within=WITHIN,
         under=UNDER,
-        matches=match_names(run.evaluations),
+        evaluations=tabulated(run.evaluations),
+        train=tabulated(run.train()),
+        samples=newest_samples(path),
+        columns=COLUMNS,
         environment=_read_json(path / "environment.json"),
         recipe=(path / "recipe.yaml").read_text(),
     )
@@ -82,7 +91,7 @@ def key_figures(run: Run) -> dict[str, str]:
     figures = {}
     if rewards := [row["reward"] for row in run.train("reward")]:
         figures["reward, first and last step"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
-    if exact := [100 * row["exact_match"] for row in run.evaluations]:
+    if exact := [100 * row["exact_match"] for row in run.evaluations if "exact_match" in row]:
         figures["held-out exact match"] = f"{exact[0]:.0f} % → {exact[-1]:.0f} %"
     keys = ("step_seconds", "tokens_per_second", "mismatch_mean", "hidden_seconds")
     if rows := run.train("stages", *keys):
@@ -100,6 +109,23 @@ def key_figures(run: Run) -> dict[str, str]:
             "log-probability mismatch, median": f"{median('mismatch_mean'):.1e}",
         }
     return figures
+
+
+def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
+    """Return the samples of the newest evaluation and step, by title of their table."""
+    tables: dict[str, list[list[Any]]] = {}
+    for kind, title in (("eval", "evaluation"), ("train", "step")):
+        samples = [sample for sample in read_samples(path) if sample["kind"] == kind]
+        newest = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
+        if newest:
+            updates = newest[0]["step"]
+            name = f"Answers of the newest {title} ({updates})"
+            tables[name] = [list(map(_brief, cells(sample))) for sample in newest]
+    return tables
+
+
+def _brief(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else cut(str(cell))
 
 
 def longest_stages(run: Run, count: int = 16) -> list[tuple[str, str, str]]:

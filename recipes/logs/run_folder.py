@@ -2,6 +2,8 @@
 
     recipe.yaml         the resolved recipe, which `load` reads
     metrics.jsonl       a line for each step (kind "train") and evaluation (kind "eval")
+    samples.jsonl       some answers of each row of metrics.jsonl
+    trackers.jsonl      rows that trackers have, and their names of the run
     trace.json          stages and memory as a Chrome trace (ui.perfetto.dev)
     environment.json    date, host, GPUs and versions
     plan.json           the plan of the run's memory, if its switch was planned
@@ -10,6 +12,7 @@
     restarts.jsonl      a line for each restart after the loss of a worker
     checkpoints/step_N/
     checkpoints/latest  name of the newest complete checkpoint
+    checkpoints/best    name of the checkpoint of the best evaluation, if one is kept
     exports/step_N/     the model as a Hugging Face folder
     model/              config and tokenizer of a random model
     .lock               locked while a run uses the folder
@@ -31,14 +34,15 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memsaver import Event
 from memsaver.report import Timeline
-from memsaver.system.files import replace_text
+from memsaver.system.files import replace_text, sync
 from recipes.config.load import recipe_text
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
@@ -47,12 +51,15 @@ from trainer_bridge.training import read_values
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"
+SAMPLES = "samples.jsonl"
 STAGES = "stages"  # process of a trace for stages and steps
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
 _EXTRA = ("evaluate", "save_checkpoint", "export")  # stages that few steps have
-_OTHER_MATCHES = "exact_match_"  # prefix of an evaluation's further exact matches
+BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
+FIRST = ("reward", "reward_std", "exact_match")  # in tables
+QUALITIES = ("exact_match", "avg@", "pass@")  # beginnings of names of shares of right answers
 
 Row = dict[str, Any]
 
@@ -87,6 +94,12 @@ class Run:
     def evaluations(self) -> list[Row]:
         return [row for row in self.rows if row["kind"] == "eval"]
 
+    @property
+    def newest_evaluation(self) -> Row | None:
+        """Return the evaluation that follows the last step; None if there is none yet."""
+        evaluated = self.rows and self.rows[-1]["kind"] == "eval"
+        return self.rows[-1] if evaluated else None
+
     def train(self, *keys: str) -> list[Row]:
         """Return the rows of training steps that have a value for every given key."""
         rows = [row for row in self.rows if row["kind"] == "train"]
@@ -115,18 +128,37 @@ def switch_seconds(row: Mapping[str, Any]) -> float:
     return sum(seconds for stage, seconds in stages if kind_of(stage) == "switch")
 
 
-def match_names(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the names ("2 digits") of the evaluations' exact matches by key.
+def numbers_of(row: Mapping[str, Any], apart_from: Collection[str] = ()) -> dict[str, float]:
+    """Return all numbers of a row but its step by name, nested ones as `stages/update_actor`."""
+    numbers: dict[str, float] = {}
+    for name, value in row.items():
+        if name in apart_from:
+            continue
+        if isinstance(value, Mapping):
+            numbers |= {f"{name}/{inner}": number for inner, number in numbers_of(value).items()}
+        elif isinstance(value, Real) and name != "step":
+            numbers[name] = float(value)
+    return numbers
 
-    A kind of problem that is not trained on is named "untrained". Rows of older runs lack this.
+
+def tabulated(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, float]]]:
+    """Return the names of figures in their order in rows, and the figures of every row.
+
+    Seconds of stages and bytes, of which a row has many, are left out.
     """
-    names = {"exact_match": "held-out"}
-    for row in rows:
-        for key in [key for key in row if key.startswith(_OTHER_MATCHES)]:
-            kind = key.removeprefix(_OTHER_MATCHES)
-            untrained = kind not in row.get("also_trained", [kind])
-            names[key] = kind.replace("_", " ") + (" (untrained)" if untrained else "")
-    return names
+    numbers = [numbers_of(row, BULKY) for row in rows]
+    names = dict.fromkeys(itertools.chain.from_iterable(numbers))
+    return sorted(names, key=lambda name: name not in FIRST), numbers
+
+
+def qualities(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the shares of right answers in an evaluation, by name."""
+    return {name: value for name, value in row.items() if name.startswith(QUALITIES)}
+
+
+def _is_within(row: Row, step: int) -> bool:
+    """Return whether a row comes before the checkpoint of a step is saved."""
+    return row["step"] < step or (row["kind"] == "train" and row["step"] == step)
 
 
 def whole_rows(file: Path) -> list[Row]:
@@ -136,6 +168,13 @@ def whole_rows(file: Path) -> list[Row]:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows
+
+
+def check_holds_run(option: str, path: Path) -> None:
+    """Raise a RecipeError unless the folder that an option names holds a run."""
+    if not (path / "recipe.yaml").is_file():
+        rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
+        raise RecipeError(f"{option} {path}: {rule}")
 
 
 @contextlib.contextmanager
@@ -158,6 +197,19 @@ def new_folder(path: Path | None, recipe: str) -> Iterator[Path]:
         finally:
             if not (path / "metrics.jsonl").exists():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_run(parent: Path = Path("runs")) -> Path:
+    """Return the folder of the run under `parent` that was written last, among those with rows.
+
+    Raises:
+        RecipeError: There is no such run.
+    """
+    files = [file for file in parent.glob("*/metrics.jsonl") if file.stat().st_size]
+    if not files:
+        rule = f"no run under {parent}/ has begun"
+        raise RecipeError(f"--resume: {rule}; name its folder: memsaver run --resume DIR")
+    return max(files, key=lambda file: file.stat().st_mtime_ns).parent
 
 
 def _make_numbered(recipe: str) -> Path:
@@ -196,7 +248,7 @@ def at_work(path: Path) -> Iterator[None]:
             if (owner := path.stat().st_uid) != os.geteuid():
                 rule = f"belongs to user {owner}, not to {os.geteuid()}"
                 raise RecipeError(f"{path}: {rule}; give another folder; nothing was written")
-            lock = stack.enter_context(open(path / LOCK, "a", opener=_open_itself))
+            lock = stack.enter_context(open(path / LOCK, "a", opener=open_itself))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), (path / LOCK).stat()):
                 raise BlockingIOError  # The folder was removed and created again meanwhile.
@@ -209,7 +261,7 @@ def at_work(path: Path) -> Iterator[None]:
         yield
 
 
-def _open_itself(file: str | Path, flags: int) -> int:
+def open_itself(file: str | Path, flags: int) -> int:
     """Open a file without following a symbolic link; for `open(opener=...)`."""
     return os.open(file, flags | os.O_NOFOLLOW, 0o644)
 
@@ -228,6 +280,7 @@ class RunFolder:
         self.run = Run()
         self.place = "during setup"
         self._latest = path / "checkpoints" / "latest"
+        self._best = path / "checkpoints" / "best"
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
@@ -254,11 +307,12 @@ class RunFolder:
 
     def _cut_back(self) -> None:
         step = self.done
-        for row in whole_rows(self.path / "metrics.jsonl"):
-            if row["step"] < step or (row["kind"] == "train" and row["step"] == step):
-                self.run.rows.append(row)
-        text = "".join(json.dumps(row) + "\n" for row in self.run.rows)
-        replace_text(self.path / "metrics.jsonl", text)
+        # Samples first: while a row exists, its samples do.
+        for name in (SAMPLES, "metrics.jsonl"):
+            rows = [row for row in whole_rows(self.path / name) if _is_within(row, step)]
+            if (self.path / name).is_file():
+                replace_text(self.path / name, "".join(json.dumps(row) + "\n" for row in rows))
+        self.run.rows = rows
         for name in ("trace.json", "memory.png", "environment.json"):
             file = self.path / name
             if file.exists():
@@ -266,18 +320,21 @@ class RunFolder:
                 targets = (file.with_stem(stem) for stem in stems)
                 file.rename(next(target for target in targets if not target.exists()))
 
-    def evaluated(self, step: int) -> bool:
-        """Return whether metrics.jsonl has an evaluation after `step` updates."""
-        evaluations = Run(rows=whole_rows(self.path / "metrics.jsonl")).evaluations
-        return any(row["step"] == step for row in evaluations)
+    def rows_until(self, step: int) -> Run:
+        """Return the rows of metrics.jsonl up to a step, its evaluation included."""
+        rows = whole_rows(self.path / "metrics.jsonl")
+        return Run(rows=[row for row in rows if row["step"] <= step])
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))
         environment = json.dumps(describe_environment(), indent=2)
         replace_text(self.path / "environment.json", environment + "\n")
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: Row, samples: Sequence[Row] = ()) -> None:
+        """Write a row and the samples that belong to it."""
         self.run.rows.append(row)
+        if samples:  # before the row, so that a row has all of its samples
+            self._append(SAMPLES, *samples)
         self._append("metrics.jsonl", row)
 
     def add_restart(self, number: int, cause: str) -> None:
@@ -295,9 +352,9 @@ class RunFolder:
         file = self.path / OUTSIDE
         return json.loads(file.read_text())["bytes"] if file.is_file() else None
 
-    def _append(self, name: str, row: Row) -> None:
-        with self.writing(name), open(self.path / name, "a", opener=_open_itself) as file:
-            file.write(json.dumps(row) + "\n")
+    def _append(self, name: str, *rows: Row) -> None:
+        with self.writing(name), open(self.path / name, "a", opener=open_itself) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -377,9 +434,38 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             _remove_partial(folder)
             write(folder / f"step_{step}")
+            for file in (self.path / SAMPLES, self.path / "metrics.jsonl"):
+                if file.is_file():
+                    sync(file)  # A power cut leaves no gap before the checkpoint.
             replace_text(folder / "latest", f"step_{step}\n")
-            for old in [number for number in self._checkpoints() if number <= step][:-keep]:
-                shutil.rmtree(folder / f"step_{old}")
+            self._remove_old(keep)
+
+    def _remove_old(self, keep: int) -> None:
+        """Remove checkpoints up to `done` except for the `keep` newest and the best."""
+        folder, best = self._latest.parent, self.best_checkpoint()
+        steps = [step for step in self._checkpoints() if step <= self.done]
+        for old in [folder / f"step_{step}" for step in steps[:-keep]]:
+            if old != best:  # A removal that is interrupted leaves no half checkpoint.
+                shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+
+    def mark_best(self, step: int, keep: int) -> None:
+        """Name the checkpoint of a step as the best; it stays until another one is the best.
+
+        If that step has no checkpoint, none is the best. The previous best goes unless it is among
+        the `keep` newest.
+        """
+        with self.writing("checkpoints/best"):
+            if not (self._best.parent / f"step_{step}").is_dir():
+                self._best.unlink(missing_ok=True)
+            else:
+                replace_text(self._best, f"step_{step}\n")
+            self._remove_old(keep)
+
+    def best_checkpoint(self) -> Path | None:
+        """Return the checkpoint of the best evaluation; None if none is kept."""
+        if not self._best.is_file():
+            return None
+        return self._best.parent / self._best.read_text().strip()
 
     def export_of(self, step: int) -> Path:
         """Return the folder of the exported model of a step."""

@@ -25,17 +25,17 @@ from recipes.config.load import find_recipe, load
 from recipes.config.models import CycleSection
 from recipes.config.recipe import Recipe
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.run_folder import RunFolder, check_holds_run
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, plan_switch, remedied
 from recipes.planner.sizes import GIB
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import (
     check_lora,
     described_model,
-    prompt_lengths,
+    encoded_tasks,
     with_alias_decided,
 )
-from recipes.tasks import make_task
+from recipes.tasks import make_tasks
 from rollout.tag_names import TAGS as ENGINE_TAGS
 
 
@@ -47,8 +47,8 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
     picture, into, prompt = options.picture, options.into, options.prompt_tokens
     if prompt is not None and prompt < 1:
         raise RecipeError(f"--prompt-tokens {prompt}: must be at least 1; leave it out")
-    if into is not None and not (into / "recipe.yaml").is_file():
-        raise RecipeError(f"--into {into}: holds no run (no recipe.yaml); give the folder of a run")
+    if into is not None:
+        check_holds_run("--into", into)
     recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
     outside = None if into is None else RunFolder(into).outside()
     how = {"staged": not options.unstaged, "prompt": prompt, "outside": outside}
@@ -93,9 +93,12 @@ def plan_of(
     recipe, card = placed(recipe, gpu)
     with contextlib.ExitStack() as stack:
         try:
-            task = make_task(recipe.task, recipe.eval.also_digits)
-            directory, tokenizer = stack.enter_context(described_model(recipe, task, weights=False))
-            prompt = prompt or max(prompt_lengths(recipe, task, tokenizer).values())
+            tasks = make_tasks(recipe.task, recipe.eval.sets)
+            directory, tokenizer = stack.enter_context(
+                described_model(recipe, tasks, weights=False)
+            )
+            tasks, _, prompts = encoded_tasks(recipe, tasks, tokenizer)
+            prompt = prompt or max(len(prompts[problem.text]) for problem in tasks.problems())
         except RecipeError:
             if recipe.model.path is None or recipe.model.shape is None:
                 raise

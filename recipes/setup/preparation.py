@@ -1,37 +1,44 @@
 """Preparation of a run: resolve and check device, model, tokenizer, task and pool size."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcache import KVLayout, layout
-from memsaver.ops.hash import hash_text
 from memsaver.ops.layout import round_up
 from recipes.config.models import LORA_MODULES, LoraSection
 from recipes.config.recipe import Recipe
-from recipes.errors import RecipeError, ScorerError, one_line, shown, writable
+from recipes.errors import RecipeError, one_line, shown, writable
 from recipes.setup.models import (
-    TemplateError,
     describe_random_model,
-    encode_prompt,
-    encode_prompts,
     find_model,
     load_tokenizer,
     toy_tokenizer,
 )
-from recipes.tasks import Problem, Task, check_sides, make_task, score_answer
+from recipes.setup.prompts import (
+    Encoded,
+    PromptFormat,
+    encode_prompts,
+    prompt_format,
+    without_long,
+)
+from recipes.tasks import Problem, Tasks, make_tasks
+from recipes.tasks.build import no_problem
+from recipes.tasks.schedule import shares_of
+from recipes.tasks.scoring import try_rewards
+from recipes.tasks.split import hash_text
 from rollout.config import why_one_size
 from rollout.model import (
     ModelConfig,
@@ -53,43 +60,54 @@ class Setup:
 
     Attributes:
         recipe: The recipe, with `cycle.alias` decided.
-        task: The task, without problems whose prompts are too long.
+        tasks: The sets of problems, without those whose prompts are too long.
         tokenizer: The model's tokenizer.
         model_dir: Folder of the model.
         device: Either cpu or cuda:N.
         kv_tokens: Tokens of the KV pool on each device.
         max_request_tokens: Tokens of the longest prompt and answer.
-        left_out: Number of problems whose prompts exceed `task.max_prompt_tokens`.
+        template: Chat template of the prompts; None: they are plain text.
+        prompts: Token ids of each problem's prompt, by its text.
     """
 
     recipe: Recipe
-    task: Task
+    tasks: Tasks
     tokenizer: Any
     model_dir: Path
     device: str
     kv_tokens: int
     max_request_tokens: int
-    left_out: int = 0
+    template: str | None = None
+    prompts: Encoded = field(default_factory=dict)
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        return encode_prompt(self.tokenizer, problem.question, self.recipe.task.system_prompt)
+        return list(self.prompts[problem.text])
 
     def prompt_digests(self) -> dict[str, int]:
-        """Return digests of the sources of a run's prompts, by section of the recipe."""
-        sides = (*self.task.kinds, self.task.held_out)
-        texts = [(problem.question, problem.answer) for problem in chain(*sides)]
-        ids = self.prompt_ids(self.task.train[0])
-        task = json.dumps([list(map(len, sides)), texts], default=repr)
-        return {"task": hash_text(task), "model": hash_text(json.dumps(ids))}
+        """Return digests of what decides a run's prompts: each set, template and token ids."""
+        digests = {}
+        ids = hashlib.sha256()
+        for task in self.tasks.trained:
+            texts = [(problem.text, problem.answer) for problem in task.problems()]
+            digests[f"set {task.name}"] = hash_text(json.dumps([len(task.train), texts]))
+            for problem in task.train:
+                ids.update(self.prompts[problem.text])
+        digests["template"] = hash_text(self.template or "")
+        return digests | {"tokens": hash_text(ids.hexdigest())}
 
     def other_prompts(self, saved: Mapping[str, int]) -> str:
         """Describe the first saved digest that differs, for a message; empty if none does."""
-        path, now = self.recipe.model.path, self.prompt_digests()
-        if saved.get("task", now["task"]) != now["task"]:
-            return f"task.name={self.recipe.task.name}: has other problems, or in another order,"
-        if saved.get("model", now["model"]) != now["model"]:
-            return f"model.path={path}: tokenizer and chat template make other prompts"
-        return ""
+        now, task = self.prompt_digests(), self.recipe.task
+        what = {
+            f"set {task.name}": f"{task.source}: has other problems, or in another order,"
+            for task in self.tasks.trained
+        }
+        if task.template not in (None, "none"):
+            what["template"] = f"task.template={task.template}: has another text"
+        path = f"model.path={self.recipe.model.path}"
+        what["tokens"] = f"{path}: tokenizer and chat template make other prompts"
+        differs = (text for key, text in what.items() if saved.get(key, now[key]) != now[key])
+        return next(differs, "")
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
@@ -107,14 +125,14 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     """
     device = resolve_device(recipe)
     _check_packages(recipe)
-    task = make_task(recipe.task, recipe.eval.also_digits)
-    _check_scorer(task)
-    with described_model(recipe, task) as (model_dir, tokenizer):
+    tasks = make_tasks(recipe.task, recipe.eval.sets)
+    try_rewards(tasks, recipe.task)
+    with described_model(recipe, tasks) as (model_dir, tokenizer):
         check_lora(recipe.lora, model_dir)
-        lengths = prompt_lengths(recipe, task, tokenizer)
-        full_task, longest = task, max(lengths.values())
-        task = task.only(lengths)
-        _check_prompts(recipe, [len(kind) for kind in task.kinds])
+        tasks, form, prompts = encoded_tasks(recipe, tasks, tokenizer)
+        lengths = {problem.text: len(prompts[problem.text]) for problem in tasks.problems()}
+        longest = max(lengths.values())
+        _check_prompts(recipe, tasks)
         if not recipe.engine.hosted:
             model = _model_config(recipe, model_dir)
             _check_routers(recipe, model)
@@ -127,9 +145,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             _check_heads(recipe, config["num_attention_heads"])
         _check_weights(recipe, model_dir)
         recipe = with_alias_decided(recipe, model_dir)
-        question = max(lengths, key=lengths.__getitem__)
-        whose = f" ({shown(repr(question), 60)})"
-        named: Any = {"whose": whose, "shorter": partial(_leaving_out, task, lengths)}
+        whose = f" ({shown(repr(max(lengths, key=lengths.__getitem__)), 60)})"
+        named: Any = {"whose": whose, "shorter": partial(_leaving_out, tasks, lengths)}
         check_context(recipe, longest, context, **named)
         if fault := pool_fault(recipe, longest, kv_tokens, **named):
             raise RecipeError("; ".join(fault))
@@ -138,13 +155,14 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
                 model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
     return Setup(
         recipe=recipe,
-        task=task,
+        tasks=tasks,
         tokenizer=tokenizer,
         model_dir=model_dir,
         device=device,
         kv_tokens=kv_tokens,
         max_request_tokens=longest + recipe.sampling.max_tokens,
-        left_out=len([*full_task.problems()]) - len([*task.problems()]),
+        template=form.template,
+        prompts={text: prompts[text] for text in lengths},
     )
 
 
@@ -186,53 +204,31 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     return None
 
 
-def prompt_lengths(recipe: Recipe, task: Task, tokenizer: Any) -> dict[str, int]:
-    """Return the prompt length in tokens of each question within `task.max_prompt_tokens`.
+def encoded_tasks(
+    recipe: Recipe, tasks: Tasks, tokenizer: Any
+) -> tuple[Tasks, PromptFormat, Encoded]:
+    """Return the sets within `task.max_prompt_tokens`, the prompts' format, and their token ids.
 
     Raises:
-        RecipeError: The chat template refuses the system turn or a question, or no problem is left
-            to train or to evaluate on.
+        RecipeError: The format does not suit the model, the chat template refuses the system turn
+            or a prompt, or no problem is left to train or to evaluate on.
     """
-    section = recipe.task
-    questions = list(dict.fromkeys(problem.question for problem in task.problems()))
-    try:
-        prompts = encode_prompts(tokenizer, questions, section.system_prompt)
-    except TemplateError as error:
-        raise _template_error(recipe, questions, tokenizer, error) from error
-    if section.system_prompt:
-        with suppress(TemplateError):  # The template requires a system turn.
-            if prompts[0] == encode_prompt(tokenizer, questions[0]):
-                raise _no_system_turn(recipe, "ignores a system turn")
-    lengths = dict(zip(questions, map(len, prompts), strict=True))
-    if (limit := section.max_prompt_tokens) is None:
-        return lengths
-    short = {question: tokens for question, tokens in lengths.items() if tokens <= limit}
-    key = "task.max_prompt_tokens"
-    check_sides(task.only(short), f"{key}={limit}", f"set {key}={max(lengths.values())}")
-    return short
-
-
-def _template_error(
-    recipe: Recipe, questions: list[str], tokenizer: Any, error: TemplateError
-) -> RecipeError:
-    """Return the error of a refused question, or of the system turn if no question is refused."""
-    for question in questions:
-        try:
-            encode_prompt(tokenizer, question)
-        except TemplateError as alone:
-            rule = f"its chat template refuses the question {shown(repr(question), 60)}: {alone}"
-            return RecipeError(f"model.path={recipe.model.path}: {rule}; correct the template")
-    return _no_system_turn(recipe, f"refuses a system turn: {error}")
-
-
-def _no_system_turn(recipe: Recipe, how: str) -> RecipeError:
-    setting = f"task.system_prompt={shown(recipe.task.system_prompt, 60)}"
-    return RecipeError(f"{setting}: the model's chat template {how}; drop it")
+    form = prompt_format(recipe.task, tokenizer)
+    prompts = encode_prompts(tasks, form)
+    if (limit := recipe.task.max_prompt_tokens) is None:
+        return tasks, form, prompts
+    short = without_long(tasks, prompts, limit)
+    for before, after in zip(tasks.all, short.all, strict=True):
+        lost = (before.train and not after.train) or (before.held_out and not after.held_out)
+        if lost:
+            key, need = "task.max_prompt_tokens", max(map(len, prompts.values()))
+            raise no_problem(after, f"{key}={limit}", f"set {key}={need}")
+    return short, form, prompts
 
 
 @contextmanager
 def described_model(
-    recipe: Recipe, task: Task, *, weights: bool = True
+    recipe: Recipe, tasks: Tasks, *, weights: bool = True
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the model's directory and tokenizer; download its weights only if `weights`.
 
@@ -242,12 +238,8 @@ def described_model(
         directory = find_model(recipe.model.path, weights=weights)
         yield directory, load_tokenizer(directory)
         return
-    if not task.words:
-        rule = "a random model has no tokenizer for this task"
-        remedy = "set `words` of its Task, or set model.path=DIRECTORY"
-        raise RecipeError(f"task.name={recipe.task.name}: {rule}; {remedy}")
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = toy_tokenizer(list(task.words))
+        tokenizer = toy_tokenizer([*tasks.words, *recipe.task.system_prompt.split()])
         describe_random_model(recipe.model.random_fields(), tokenizer, Path(folder))
         yield Path(folder), tokenizer
 
@@ -335,23 +327,16 @@ def _check_packages(recipe: Recipe) -> None:
             raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
 
 
-def _check_prompts(recipe: Recipe, kinds: Sequence[int]) -> None:
-    """Refuse a step that would repeat a problem or miss a kind; `kinds` are their sizes."""
+def _check_prompts(recipe: Recipe, tasks: Tasks) -> None:
+    """Refuse a step that would need a problem twice."""
     prompts, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
-    if prompts > (available := len(kinds) * min(kinds)):
-        raise _refused(key, prompts, f"the task has {available} training problems", available)
-    if prompts < len(kinds):
-        rule = f"a step has prompts of each of the task's {len(kinds)} kinds"
-        raise _refused(key, prompts, rule, len(kinds))
-
-
-def _check_scorer(task: Task) -> None:
-    """Try the scorer on a correct answer before the run generates any."""
-    try:
-        for kind in task.kinds:
-            score_answer(task, kind[0], kind[0].answer, True)
-    except ScorerError as error:
-        raise RecipeError(str(error)) from error
+    shares = shares_of(tuple(task.weight for task in tasks.trained))
+    for index, task in enumerate(tasks.trained):
+        most, size = shares.most(index, prompts), len(task.train)
+        if most > size:
+            rule = f"{task.name} has {size} training problems, and its share can be {most}"
+            fits = (n for n in range(prompts, 0, -1) if shares.most(index, n) <= size)
+            raise _refused(key, prompts, rule, next(fits))
 
 
 def request_tokens(recipe: Recipe, longest_prompt: int) -> int:
@@ -409,9 +394,9 @@ def pool_fault(
     return fault, f"set {', or '.join(ways)}"
 
 
-def _leaving_out(task: Task, lengths: dict[str, int], limit: int) -> list[str]:
+def _leaving_out(tasks: Tasks, lengths: dict[str, int], limit: int) -> list[str]:
     """Return the setting that leaves longer prompts out; none if no problem would remain."""
-    counts = [lengths[problem.question] for problem in task.problems()]
+    counts = [lengths[problem.text] for problem in tasks.problems()]
     over = sum(count > limit for count in counts)
     setting = f"task.max_prompt_tokens={limit} (leaves out {over} of {len(counts)} problems)"
     return [setting] if over < len(counts) else []
@@ -449,8 +434,9 @@ def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
     prompts = math.ceil(recipe.loop.prompts_per_step / engines)
     requests = prompts * recipe.loop.samples_per_prompt
     if recipe.eval.every:
-        kinds = 1 + len(recipe.eval.also_digits)
-        requests = max(requests, math.ceil(kinds * recipe.eval.problems / engines))
+        sets = 1 + len(recipe.task.mixture) + len(recipe.eval.sets)
+        problems = math.ceil(sets * recipe.eval.problems / engines)
+        requests = max(requests, problems * recipe.eval.samples)
     return min(recipe.engine.max_running, requests) * request_tokens(recipe, longest_prompt)
 
 

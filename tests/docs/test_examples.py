@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import json
 import statistics
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import memsaver
-from examples import kv_engine, own_engine, own_model, plain_loop, plain_loop_with_cycle
+from examples import judge, kv_engine, own_engine, own_model, plain_loop, plain_loop_with_cycle
+from recipes.rewards import Answer, Rewards, RewardSet
 from recipes.run import start_run
+from recipes.setup.models import toy_tokenizer
 from tests.helpers.docs.pages import ROOT, blocks
 from tests.helpers.recipes.tiny_runs import rows, without_pictures
 from tests.helpers.trainer_bridge.models import write_model
@@ -143,3 +149,56 @@ def test_task_named_in_a_recipe_is_imported_and_learned(
         run = start_run("examples/own_task.yaml", small, tmp_path / "run")
     rewards = [row["reward"] for row in rows(run, "train")]
     assert rewards[0] < 0.1 and rewards[-1] > 0.15
+
+
+class _Judge(BaseHTTPRequestHandler):
+    """A judge whose grade is the answer's number of words, or no number for an empty answer."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        words = request["messages"][0]["content"].rpartition("A: ")[2].split()
+        content = f"I give {len(words)} points." if words else "I cannot say."
+        reply = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_: Any) -> None:
+        """Print no line for a request."""
+
+
+def test_judge_behind_a_server_grades_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadingHTTPServer(("localhost", 0), _Judge)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("JUDGE_URL", f"http://localhost:{server.server_port}")
+    texts = ["a b c", "", *("a" for _ in range(40))]
+    with Rewards(RewardSet(functions=["examples.judge:helpful"]), workers=1) as rewards:
+        scores = rewards.score([Answer(prompt="q", text=text) for text in texts])
+    server.shutdown()
+    server.server_close()
+    assert [score.reward for score in scores] == [0.3, None, *([0.1] * 40)]
+    assert not any(score.fault for score in scores)
+
+
+def test_reward_model_scores_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = toy_tokenizer(["a", "b"])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    for part in (tokenizer, Qwen3ForSequenceClassification(config)):
+        part.save_pretrained(tmp_path)
+    monkeypatch.setattr(judge, "SCORER", str(tmp_path))
+    texts = ["a b", "b", "a b"]
+    with Rewards(RewardSet(functions=[judge.fluent]), workers=0) as rewards:
+        scores = rewards.score([Answer(prompt="a", text=text) for text in texts])
+    first, second, third = (score.reward for score in scores)
+    assert first == pytest.approx(third, rel=1e-5) and abs(first - second) > 1e-4 * abs(first)

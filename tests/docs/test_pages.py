@@ -23,7 +23,8 @@ RUNNABLE = {
 }
 LONGEST_CELL = 200
 MOST_LINES = {"docs/benchmarks.md": 300, "docs/testing.md": 100}
-MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|export|fetch|doctor|keys)\b.*)$")
+COMMANDS = "run|plan|samples|export|report|fetch|doctor|keys"
+MEMSAVER = re.compile(rf"^(?:\S*/)?memsaver ((?:{COMMANDS})\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
 TARGETS = {name for pair in TARGETS for name in pair}
 PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
@@ -98,8 +99,14 @@ def test_memsaver_commands_parse() -> None:
             for word in getattr(parsed, "words", [])[:1]
             if "=" not in word and not word.isupper()
         ]
+        shown_files = {Path(block.snippet).name for block in blocks(page) if block.snippet}
         for recipe in named:
-            known = recipe in saved(page) or (ROOT / recipe).is_file() or find_recipe(recipe)
+            known = (
+                recipe in saved(page)
+                or recipe in shown_files
+                or (ROOT / recipe).is_file()
+                or find_recipe(recipe)
+            )
             assert known, f"{name_of(page)}:{number}: {recipe}"
 
 

@@ -88,19 +88,20 @@ def test_overrides_apply_in_order_and_keep_other_keys() -> None:
     recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.max_tokens=5", "seed=${steps}"])
     assert (recipe.steps, recipe.sampling.max_tokens, recipe.seed) == (4, 5, 4)
     assert recipe.sampling.temperature == plain.sampling.temperature
-    assert plain.cycle.resident == plain.eval.also_digits == []  # lists are replaced whole
+    assert plain.cycle.resident == plain.task.mixture == []  # lists are replaced whole
     assert recipes.load("tiny", ["cycle.resident=[kv_cache]"]).cycle.resident == ["kv_cache"]
     assert recipes.load("tiny", ["cycle.resident=auto"]).cycle.resident == "auto"
-    assert recipes.load("smollm2-135m", ["eval.also_digits=[3,2]"]).eval.also_digits == [3, 2]
+    sets = recipes.load("smollm2-135m", ["eval.sets=[{name: toy}]", "eval.sets[0].label=easy"])
+    assert [part.label for part in sets.eval.sets] == ["easy"]
+    assert recipes.load("smollm2-135m", ["task.mixture[0].weight=3"]).task.mixture[0].weight == 3
     for frozen in (recipe, recipe.sampling):
         with pytest.raises(dataclasses.FrozenInstanceError):
             frozen.max_tokens = 5
 
 
 def test_model_path_replaces_a_random_model() -> None:
-    assert recipes.load("qwen2.5-0.5b", ["model.path=x", "task.name=chain_sum"]).model.path == "x"
-    toy = ["task.name=toy", "task.also_train_digits=[]", "eval.also_digits=[]"]
-    random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b", *toy])
+    assert recipes.load("qwen2.5-0.5b", ["model.path=x"]).model.path == "x"
+    random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b"])
     assert random.model.random_init
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.cli import main
 from recipes.errors import RunError
+from recipes.logs.run_folder import RunFolder
 from recipes.run import continue_run, start_run
 from rollout import Engine, SamplingParams
 from tests.helpers.exports import contents
@@ -44,6 +45,10 @@ def test_run_exports_at_intervals_and_after_the_last_step(
         size = sum(map(len, contents(out).values())) / 2**10
         line = f"{out}: step {number}, {size:.1f} KiB; load it with "
         assert capsys.readouterr().out == f"{line}AutoModelForCausalLM.from_pretrained('{out}')\n"
+    RunFolder(run).mark_best(2, keep=9)
+    assert main(["export", str(run), "--to", str(tmp_path / "best"), "--best"]) == 0
+    assert contents(tmp_path / "best") == contents(tmp_path / "out2")
+    (run / "checkpoints" / "best").unlink()  # other tests share the run
     assert main(["export", str(run), "--to", str(tmp_path / "newest")]) == 0
     assert contents(tmp_path / "newest") == contents(tmp_path / "out3")
 
@@ -111,7 +116,7 @@ def test_exports_that_cannot_be_made_are_refused_in_one_line(
 ) -> None:
     run, out = make_run("tiny", *EVERY), tmp_path / "out"
     bare = make_run("tiny", *FEW, "checkpoint.every=0", "checkpoint.export_every=0")
-    rule = "holds no run (no recipe.yaml); name a run's folder"
+    rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
     assert refused([tmp_path, "--to", out], capsys) == f"export {tmp_path}: {rule}"
     rule = "holds no checkpoint yet; its run saves one every checkpoint.every steps"
     assert refused([bare, "--to", out], capsys) == f"{bare}: {rule}"
@@ -119,6 +124,9 @@ def test_exports_that_cannot_be_made_are_refused_in_one_line(
     assert refused([run, "--to", out, "--step", 7], capsys) == line
     line = "--merge: the run trains no adapters; drop --merge"
     assert refused([run, "--to", out, "--merge"], capsys) == line
+    rule = "keeps no best checkpoint: nothing beat the initial weights, or none was saved"
+    line = f"--best: {run} {rule}; leave --best out for the newest"
+    assert refused([run, "--to", out, "--best"], capsys) == line
     assert not out.exists()
     out.mkdir()
     (out / "notes").write_text("mine")

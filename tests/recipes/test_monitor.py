@@ -165,14 +165,14 @@ def test_step_and_evaluation_are_described_in_one_line_each() -> None:
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     signal = {"reward_std": 0.25, "groups_without_signal": 7}
     assert "reward 0.300 ± 0.250 | 7 groups without signal | exact" in describe({**ROW, **signal})
+    failed = describe({**ROW, "reward": None, "faults": 3})
+    assert failed.startswith("reward - | 3 faults of rewards | exact 0.150 |")
     line = describe({**ROW, "hidden_seconds": 0.5})
     assert line.startswith("reward 0.300 | exact 0.150 | mismatch 1.0e-06 mean 1.0e-05 max |")
     assert line.endswith("400 tok/s | 1.0 s | switch 0.140 s and 0.500 s overlapped")
-    evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
-    expected = "held-out exact match 0.500 of 16, 2 digits 0.125, 3 digits 0.000 after 2 updates"
-    assert describe(evaluated) == expected
-    told = describe({**evaluated, "also_trained": ["2_digits"]})
-    assert "2 digits 0.125, 3 digits (untrained) 0.000" in told
+    evaluated = eval_row(2, 0.5, exact_match_hard=0.125, length=2.5, **{"pass@4": 0.75})
+    shares = "exact_match 0.500, exact_match_hard 0.125, pass@4 0.750"
+    assert describe(evaluated) == f"{shares} on 16 held-out problems after 2 updates"
 
 
 def test_rows_are_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

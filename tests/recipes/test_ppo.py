@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
+from recipes.config.models import PpoSection
+from recipes.figures import by_answer, flat
 from recipes.grpo import GrpoLoop
-from recipes.loop import kl_to_reference
 from recipes.ppo import (
     PpoLoop,
     compute_advantages,
@@ -22,6 +25,7 @@ from recipes.ppo import (
     token_rewards,
     update,
     whiten,
+    with_advantages,
 )
 from trainer_bridge import SequenceBatch
 
@@ -57,7 +61,9 @@ def test_advantages_are_weighted_means_of_n_step_advantages(
 ) -> None:
     rewards = [[reward for reward, _ in row] for row in tokens]
     values = [[value for _, value in row] for row in tokens]
-    advantages, returns = compute_advantages(rewards, values, gamma, lam)
+    lengths = [*map(len, tokens)]
+    computed = compute_advantages(flat(rewards), flat(values), lengths, gamma, lam)
+    advantages, returns = (by_answer(numbers, lengths) for numbers in computed)
     for row, (actual, targets) in enumerate(zip(advantages, returns, strict=True)):
         expected = by_definition(rewards[row], values[row], gamma, lam)
         assert actual == pytest.approx(expected, abs=1e-9)
@@ -68,37 +74,45 @@ def test_advantages_are_weighted_means_of_n_step_advantages(
 
 @EXACT
 @given(
-    st.lists(st.lists(number, max_size=5), min_size=1, max_size=5).filter(lambda rows: any(rows))
+    st.lists(st.integers(-5, 5), min_size=1, max_size=20),
+    st.sampled_from([(0.0, 1.0), (2e6, 1.0), (-30000.0, 0.01), (0.0, 1e-6)]),
 )
-def test_whiten_normalizes_over_all_tokens(rows: list[list[float]]) -> None:
-    flat = [value for row in rows for value in row]
-    white = [value for row in whiten(rows) for value in row]
-    assert list(map(len, whiten(rows))) == list(map(len, rows))
-    spread = math.sqrt(sum((value - sum(flat) / len(flat)) ** 2 for value in flat) / len(flat))
-    if spread <= 1e-7 * min(1, max(map(abs, flat))):
-        assert white == [0.0] * len(flat)
+def test_whiten_normalizes_over_all_tokens(steps: list[int], place: tuple[float, float]) -> None:
+    numbers = [place[0] + place[1] * step for step in steps]
+    white = whiten(np.array(numbers)).tolist()
+    if len({*numbers}) == 1:
+        assert white == [0.0] * len(numbers)
         return
-    assert white == pytest.approx(
-        [(value - sum(flat) / len(flat)) / spread for value in flat], rel=1e-6, abs=1e-6
-    )
+    exact = [Fraction(number) for number in numbers]
+    mean, variance = statistics.mean(exact), statistics.variance(exact)
+    expected = [float(number - mean) / math.sqrt(variance + Fraction(1, 10**8)) for number in exact]
+    assert white == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    if place[1] >= 0.01:
+        assert statistics.mean(white) == pytest.approx(0, abs=1e-12)
+        assert statistics.stdev(white) == pytest.approx(1, rel=1e-3)
 
 
-def test_token_rewards_are_kl_penalties_plus_the_reward_at_the_last_token() -> None:
-    logprobs, reference = [[-1.0, -2.0], [-3.0], []], [[-1.5, -1.0], [-3.0], []]
-    assert token_rewards([1.0, 0.5, 9.0], logprobs, reference, 0.1) == [
-        pytest.approx([-0.05, 1.1]),
-        [0.5],
-        [],
-    ]
-    assert token_rewards([1.0, 0.5, 9.0], logprobs, None, 0.1) == [[0.0, 1.0], [0.5], []]
+def test_token_rewards_are_penalties_plus_the_reward_at_the_last_token() -> None:
+    lengths = [2, 1, 0, 1]
+    earned = token_rewards([1.0, 0.5, 9.0, -1.0], np.array([-0.05, 0.1, 0.0, 0.2]), lengths)
+    assert earned.tolist() == pytest.approx([-0.05, 1.1, 0.5, -0.8])
 
 
-def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
-    assert kl_to_reference([[-1.0], [-1.0, -2.0]], [[-1.0], [-1.0, -2.0]]) == 0
-    apart = [[-1.0], [0.0, -3.0]]  # one token is as likely, one e times more, one e times less
-    assert kl_to_reference([[-1.0], [-1.0, -2.0]], apart) == pytest.approx(
-        (math.e - 2 + 1 / math.e) / 3
-    )
+def test_penalties_are_the_coefficient_times_the_distance_from_the_reference() -> None:
+    """Take values of 0 and no discount, so that returns are sums of the rewards that follow."""
+    ids: dict[str, Any] = {"prompt_ids": [[1], [2]], "response_ids": [[3, 4], [5]]}
+    scored = {"old_logprobs": [[-1.0, -2.0], [-3.0]], "values": [[0.0, 0.0], [0.0]]}
+    reference = [[-1.5, -1.0], [-3.0]]
+    plain = {"gamma": 1.0, "gae_lambda": 1.0, "normalize_advantages": False, "kl_coef": 0.1}
+    for first, expected in ((None, [[1.0, 1.0], [0.5]]), (reference, [[1.05, 1.1], [0.5]])):
+        batch = SequenceBatch(**ids, **scored, ref_logprobs=first)
+        learning, figures = with_advantages(batch, [1.0, 0.5], PpoSection(**plain))
+        assert learning.returns == learning.advantages
+        assert learning.returns == [pytest.approx(row) for row in expected]
+        assert learning.ref_logprobs is None and learning.old_logprobs == batch.old_logprobs
+        assert figures["value_explained_variance"] == 0
+        tokens = [reward for row in expected for reward in row]
+        assert figures["advantage_std"] == pytest.approx(statistics.stdev(tokens))
 
 
 @EXACT
@@ -106,9 +120,9 @@ def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
 def test_mini_batches_of_a_pass_have_each_answer_once_in_even_parts(
     count: int, epochs: int, data: st.DataObject
 ) -> None:
-    parts_a_pass = data.draw(st.integers(1, count))
-    parts = mini_batches(count, epochs, parts_a_pass, 0, 1)
-    assert len(parts) == epochs * parts_a_pass
+    wanted = data.draw(st.integers(1, count + 2))
+    parts, parts_a_pass = mini_batches(count, epochs, wanted, 0, 1), min(wanted, count)
+    assert len(parts) == epochs * parts_a_pass and all(parts)
     for epoch in range(epochs):
         of_pass = parts[epoch * parts_a_pass : (epoch + 1) * parts_a_pass]
         assert sorted(row for part in of_pass for row in part) == list(range(count))
@@ -146,13 +160,22 @@ def test_update_returns_means_of_figures_and_passes_each_part_once() -> None:
 
 
 def test_explained_variance_is_1_for_perfect_and_0_for_constant_critics() -> None:
-    returns = [[1.0, 2.0], [3.0]]
+    returns = np.array([1.0, 2.0, 3.0])
     assert explained_variance(returns, returns) == 1
-    assert explained_variance([[5.0, 5.0], [5.0]], returns) == 0
-    estimates = [[1.5, 2.0], [3.0]]
+    assert explained_variance(np.array([5.0, 5.0, 5.0]), returns) == 0
     expected = 1 - statistics.pvariance([-0.5, 0.0, 0.0]) / statistics.pvariance([1.0, 2.0, 3.0])
-    assert explained_variance(estimates, returns) == pytest.approx(expected)
-    assert explained_variance([[1.0], [2.0]], [[3.0], [3.0]]) == 0  # nothing to explain
+    assert explained_variance(np.array([1.5, 2.0, 3.0]), returns) == pytest.approx(expected)
+
+
+@EXACT
+@given(st.lists(number, min_size=1, max_size=20), st.sampled_from([0.1, 1.0, 2e6]))
+def test_returns_that_differ_by_rounding_leave_nothing_to_explain(
+    values: list[float], reward: float
+) -> None:
+    """Let every return be the reward, as the sum of an advantage and a value."""
+    estimates = np.array(values)
+    assert explained_variance(estimates, np.full(len(values), reward)) == 0
+    assert explained_variance(estimates, (reward - estimates) + estimates) == 0
 
 
 def test_trainer_fields_follow_from_the_algorithms_section() -> None:

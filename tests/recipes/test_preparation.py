@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import recipes
 from kvcache import layout
 from recipes.arguments import engine_arguments, open_pair, trainer_config
 from recipes.setup.models import TOY_TEMPLATE, describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup, prepare
-from recipes.tasks import TOY_WORDS
+from recipes.tasks.toy import TOY_WORDS
 from rollout import KVTiers
 from rollout.config import EngineConfig
 from rollout.model.decoder import rank_groups
@@ -200,31 +204,35 @@ def test_unwritable_run_folder_is_refused_in_one_line(tmp_path: Path) -> None:
         prepare(recipes.load("tiny"), tmp_path)
 
 
-def test_prompts_of_further_kinds_count_for_the_longest_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Use a fake encoding with one token for each character of the problem."""
-    tokenizer = toy_tokenizer(["a"])
-    describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
-    save_file({}, tmp_path / "model" / "model.safetensors")
-    monkeypatch.setattr(
-        "recipes.setup.preparation.encode_prompts",
-        lambda _, questions, __: [question.rpartition(": ")[2] for question in questions],
-    )
-    real = [f"model.path={tmp_path}/model", "task.name=chain_sum", "task.partial_credit=0"]
+def data_file(folder: Path, rows: list[dict[str, Any]], name: str = "rows") -> str:
+    """Write a JSONL file and return the settings that make it the task."""
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / f"{name}.jsonl").write_text(lines)
+    return f"{folder}/{name}.jsonl"
+
+
+def rows_of(prompts: list[Any]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "answer": "a"} for prompt in prompts]
+
+
+@pytest.mark.parametrize("key", ["task.mixture", "eval.sets"])
+def test_prompts_of_further_sets_count_for_the_longest_request(key: str, tmp_path: Path) -> None:
+    """Add a set whose prompts have two words more."""
+    data = data_file(tmp_path, rows_of([f"a b c d e {n}" for n in range(40)]))
+    sets = f"{key}=[{{name: file, data: {data}}}]"
     alone, further = (
-        prepare(recipes.load("tiny", [*real, *words]), tmp_path / "run")
-        for words in ([], ["eval.also_digits=[3]"])
+        prepare(recipes.load("tiny", words), tmp_path / "run").max_request_tokens
+        for words in ([], [sets])
     )
-    assert further.max_request_tokens == alone.max_request_tokens + 4
-    assert not (tmp_path / "run").exists()
+    assert further == alone + 2
 
 
-def with_template(template: str, folder: Path) -> list[str]:
+def with_template(template: str | None, folder: Path) -> list[str]:
     """Write a model with this chat template and return the overrides that use it."""
     tokenizer = toy_tokenizer(TOY_WORDS)
     tokenizer.chat_template = template
     describe_random_model(recipes.load("tiny").model.config, tokenizer, folder)
+    save_file({}, folder / "model.safetensors")
     return [f"model.path={folder}"]
 
 
@@ -237,17 +245,96 @@ ONLY_USER = "{{ messages[-1]['content'] }}"
     [
         (REFUSES + TOY_TEMPLATE, "prompt=of: the model's chat template refuses a system turn: no "),
         (ONLY_USER, "task.system_prompt=of: the model's chat template ignores a system turn"),
-        ("{{ messages[0].none.none }}", "its chat template refuses the question 'first of"),
-        ("{% if %}", "its chat template refuses the question 'first of"),
+        (
+            "{{ messages[0].none.none }}",
+            "task.name=toy: the chat template refuses the prompt 'first",
+        ),
+        ("{% if %}", "task.name=toy: the chat template refuses the prompt 'first of"),
+        (None, "task.system_prompt=of: needs a chat template, and the model's tokenizer has none"),
     ],
 )
 def test_chat_template_that_refuses_a_prompt_fails_in_one_line(
-    template: str, words: str, tmp_path: Path
+    template: str | None, words: str, tmp_path: Path
 ) -> None:
     model = with_template(template, tmp_path / "model")
     with pytest.raises(recipes.RecipeError, match=words) as raised:
         prepare(recipes.load("tiny", [*model, "task.system_prompt=of"]), tmp_path / "run")
     assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()
+
+
+def marks(setup: Setup, index: int = 0) -> str:
+    """Return the prompt of a problem as text with its special tokens."""
+    return setup.tokenizer.decode(setup.prompt_ids(setup.tasks.trained[0].train[index]))
+
+
+def test_prompt_follows_template_arguments_and_system_prompt(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{{ bos_token }} {% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% if thinking %}first{% endif %}"
+    )
+    model = with_template(TOY_TEMPLATE, tmp_path / "model")
+    own = [*model, f"task.template={template}"]
+    turn = marks(prepare(recipes.load("tiny", model), tmp_path / "run"))
+    assert turn == "<|im_start|> user first of a a <|im_end|> <|im_start|> assistant"
+    setup = prepare(recipes.load("tiny", [*own, "task.system_prompt=of"]), tmp_path / "run")
+    assert marks(setup) == "<|im_start|> system of user first of a a"
+    argument = "task.template_arguments.thinking=true"
+    setup = prepare(recipes.load("tiny", [*own, argument]), tmp_path / "run")
+    assert marks(setup) == "<|im_start|> user first of a a first"
+    for words, expected in (
+        (["task.template_arguments.thinkin=true"], "has no thinkin; did you mean thinking?"),
+        ([f"task.template={tmp_path}/none"], "none: cannot be read: No such file or directory; "),
+        ([f"task.template={tmp_path}"], "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(recipes.RecipeError, match=re.escape(expected)) as raised:
+            prepare(recipes.load("tiny", [*own, *words]), tmp_path / "run")
+        assert "\n" not in str(raised.value)
+
+
+BEGINS = TemplateProcessing(
+    single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 2), ("<|im_end|>", 3)]
+)
+
+
+@pytest.mark.parametrize("written", ["", "<|im_start|> "], ids=["bare", "begins"])
+@pytest.mark.parametrize("template", [None, "none"])
+def test_plain_text_begins_with_one_bos_and_is_not_ended(
+    template: str | None, written: str, tmp_path: Path
+) -> None:
+    """Use a tokenizer that puts a token before and after each text."""
+    model = with_template(None if template is None else TOY_TEMPLATE, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer.post_processor = BEGINS
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    data = data_file(tmp_path, rows_of([f"{written}first of {word}" for word in "abcdefgh"]))
+    words = [*model, "task.name=file", f"task.data={data}", "grpo.prompts_per_step=1"]
+    words += ["task.template=none"] if template else []
+    setup = prepare(recipes.load("tiny", words), tmp_path / "run")
+    assert re.fullmatch(r"<\|im_start\|> first of [a-h]", marks(setup))
+    chat = with_template("{{ bos_token }} {{ messages[0].content }}", tmp_path / "chat")
+    tokenizer.save(str(tmp_path / "chat" / "tokenizer.json"))
+    rendered = prepare(recipes.load("tiny", chat), tmp_path / "run")
+    assert marks(rendered) == "<|im_start|> first of a a"
+
+
+def test_messages_are_turns_and_need_a_template(tmp_path: Path) -> None:
+    def chat(word: str, *before: dict[str, str]) -> list[dict[str, str]]:
+        return [*before, {"role": "user", "content": word}]
+
+    one = {"role": "assistant", "content": "b"}
+    chats = [chat(word, *chat("first"), one) for word in "abcdefgh"]
+    data = data_file(tmp_path, rows_of(chats))
+    words = ["task.name=file", f"task.data={data}", "grpo.prompts_per_step=1"]
+    setup = prepare(recipes.load("tiny", [*words, "task.system_prompt=in full"]), tmp_path / "run")
+    begin = "<|im_start|> system in full <|im_end|> <|im_start|> user first <|im_end|>"
+    assert marks(setup).startswith(f"{begin} <|im_start|> assistant b <|im_end|> <|im_start|> user")
+    own = rows_of([chat(word, {"role": "system", "content": "c"}) for word in "abcdefgh"])
+    words[1] = f"task.data={data_file(tmp_path, own)}"
+    setup = prepare(recipes.load("tiny", [*words, "task.system_prompt=in full"]), tmp_path / "run")
+    assert marks(setup).startswith("<|im_start|> system c <|im_end|> <|im_start|> user")
+    with pytest.raises(recipes.RecipeError, match="rows.jsonl: .* messages need a chat template; "):
+        prepare(recipes.load("tiny", [*words, "task.template=none"]), tmp_path / "more")
 
 
 LONG = """
@@ -257,7 +344,7 @@ from recipes.tasks import Problem, make_task
 
 def long(section):
     task = make_task(TaskSection(name="toy"))
-    odd = Problem(question="first of " + "a b " * 40, answer="a")
+    odd = Problem(prompt="first of " + "a b " * 40, answer="a")
     return replace(task, train=(task.train[0], odd, *task.train[1:]))
 """
 
@@ -278,5 +365,37 @@ def test_too_long_prompt_is_named_and_can_be_left_out(
     remedy = "task.max_prompt_tokens=61"
     assert line.endswith(f"{remedy} (leaves out 1 of 65 problems)")
     setup = prepare(recipes.load("tiny", [*words, remedy]), tmp_path / "run")
-    assert setup.left_out == 1 and len([*setup.task.problems()]) == 64
+    (task,) = setup.tasks.trained
+    left_out = f"1 longer than {remedy}, up to 87 tokens ('first of a b a b a b a b a b a b a b...)"
+    assert task.summary() == f"long (48 to train, 16 held out; left out: {left_out})"
+    assert {*setup.prompts} == {problem.text for problem in setup.tasks.problems()}
     assert setup.max_request_tokens == 9 + 3
+
+
+def test_changed_problems_order_template_and_tokenizer_are_named_on_resume(tmp_path: Path) -> None:
+    model = with_template(TOY_TEMPLATE, tmp_path / "model")
+    (tmp_path / "chat.jinja").write_text(TOY_TEMPLATE)
+    rows = rows_of([f"first of {a} {b}" for a in "abcdefgh" for b in "abcd"])
+    words = [*model, f"task.template={tmp_path}/chat.jinja", "grpo.prompts_per_step=1"]
+    words += ["task.name=file", f"task.data={data_file(tmp_path, rows)}"]
+    words += [f"task.mixture=[{{name: file, data: {data_file(tmp_path, rows[:20], 'more')}}}]"]
+
+    def prepared() -> Setup:
+        return prepare(recipes.load("tiny", words), tmp_path / "run")
+
+    saved = prepared().prompt_digests()
+    assert prepared().other_prompts(saved) == prepared().other_prompts({}) == ""
+    others = "has other problems, or in another order,"
+    data_file(tmp_path, [*rows[:20:-1], *rows[:21]])
+    assert prepared().other_prompts(saved) == f"task.data={tmp_path}/rows.jsonl: {others}"
+    data_file(tmp_path, rows)
+    data_file(tmp_path, [{**row, "answer": "b"} for row in rows[:20]], "more")
+    line = f"task.mixture[0].data={tmp_path}/more.jsonl: {others}"
+    assert prepared().other_prompts(saved) == line
+    data_file(tmp_path, rows[:20], "more")
+    (tmp_path / "chat.jinja").write_text(f"{TOY_TEMPLATE} a")
+    line = f"task.template={tmp_path}/chat.jinja: has another text"
+    assert prepared().other_prompts(saved) == line
+    (tmp_path / "chat.jinja").write_text(TOY_TEMPLATE)
+    toy_tokenizer([*TOY_WORDS[::-1]]).save_pretrained(tmp_path / "model")
+    assert f"{model[0]}: tokenizer and chat template make" in prepared().other_prompts(saved)

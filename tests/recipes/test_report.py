@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+import recipes
 from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
 from recipes.logs.report_page import key_figures, planned_and_measured, write_report
-from recipes.logs.run_folder import Run, Span, whole_rows
+from recipes.logs.run_folder import Run, RunFolder, Span, whole_rows
 from tests.helpers.recipes.run_folders import MIB, eval_row, make_run, train_row
 from tests.helpers.recipes.tiny_runs import PNG, Row
 
@@ -85,8 +86,10 @@ def test_page_has_pictures_and_tables_and_no_external_links(
         ["generate_sequences", "0.5", "50.0%"], ["update_actor", "0.24", "24.0%"],
     ]  # fmt: skip
     assert page.rows["Evaluations"] == [
-        ["updates", "held-out"], ["0", "0.125"], ["6", "0.75"],
+        ["updates", "exact match", "problems"], ["0", "0.125", "16"], ["6", "0.75", "16"],
     ]  # fmt: skip
+    names = ["step", "reward", "exact match", "mismatch mean", "mismatch max"]
+    assert page.rows["Every step"][0][:5] == names
     assert page.rows["Every step"][6][:4] == ["6", "0.6", "0.3", "1e-06"]
     assert {"date", "GPUs", "torch"} <= {row[0] for row in page.rows["Where it ran"][1:]}
     for words in ("6 of 6", "0.100 → 0.600", "12 % → 75 %", "kv_tokens"):
@@ -103,6 +106,24 @@ def test_key_figures_follow_from_the_rows(run: Path) -> None:
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
     assert key_figures(Run()) == {}
+
+
+def test_page_shows_answers_of_the_newest_step_and_evaluation_as_text(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
+    hostile = "<script>alert(1)</script>" + "long " * 500
+    sample = {"set": "sums", "prompt": "1 + 1", "answer": "2", "completion": hostile}
+    sample |= {"reward": None, "exact": False, "finish_reason": "length", "tokens": 7}
+    for row in (eval_row(0, 0.0), train_row(1), train_row(2), eval_row(2, 0.5)):
+        place = {"kind": row["kind"], "step": row["step"]}
+        folder.add_row(row, [{**sample, **place, "tokens": row["step"]}])
+    file = write_report(folder.path)
+    page = Page(file)
+    for title in ("Answers of the newest evaluation (2)", "Answers of the newest step (2)"):
+        head, row = page.rows[title]
+        assert head[:4] == ["set", "prompt", "answer", "completion"]
+        assert row[:3] == ["sums", "1 + 1", "2"] and row[4:] == ["", "False", "length", "2"]
+        assert row[3].startswith("<script>alert(1)</script>long") and len(row[3]) < 1100
+    assert "<script" not in file.read_text()
 
 
 def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
@@ -195,7 +216,7 @@ DRAWN = Run(
     rows=[
         eval_row(0, 0.25),
         *(train_row(step, kl_to_reference=0.01) for step in (1, 2, 3)),
-        eval_row(3, 0.5, exact_match_2_digits=0.125, also_trained=[]),
+        eval_row(3, 0.5, exact_match_hard=0.125),
     ],
     spans=[
         Span("wake_kv_cache", 10.0, 10.1),
@@ -219,8 +240,8 @@ def test_reward_picture_has_a_curve_for_each_evaluation_and_mismatch() -> None:
     figure = draw_reward(DRAWN)
     above, below = figure.axes
     held_out = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
-    assert held_out["exact match, held-out"] == [[0, 0.25], [3, 0.5]]
-    assert held_out["exact match, 2 digits (untrained)"] == [[3, 0.125]]
+    assert held_out["exact_match, held-out problems"] == [[0, 0.25], [3, 0.5]]
+    assert held_out["exact_match_hard, held-out problems"] == [[3, 0.125]]
     labels = ["mismatch, mean", "mismatch, largest", "KL from the reference"]
     assert texts(figure)[1] == labels and below.get_ylabel() == "nats per token"
     for axes in figure.axes:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ import transformers
 from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.config.load import load
-from recipes.errors import ScorerError
+from recipes.evaluation import Evaluation, evaluate
 from recipes.logs.run_folder import RunFolder
-from recipes.loop import evaluate
 from recipes.run import continue_run, start_run
-from recipes.tasks import Score, score_answer
 from tests.helpers.case_selection import rounds
+from tests.helpers.peers import Peer
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.tiny_runs import (
     SMALL,
@@ -88,7 +88,7 @@ def test_overlapped_moves_and_shrinking_pool_change_no_token(
         assert not resized
         start_run("tiny", [*words, "cycle.overlap=[params,optim]"], tmp_path / "overlapped")
     plain, overlapped = (rows(tmp_path / name, "train") for name in ("plain", "overlapped"))
-    for key in ("tokens", "reward", "response_length", "ended"):
+    for key in ("tokens", "reward", "response_length", "cut_off"):
         assert [row[key] for row in plain] == [row[key] for row in overlapped]
     assert overlapped[0]["hidden_seconds"] > 0
     assert any(after < before for before, after in resized if after > 64)
@@ -134,7 +134,11 @@ def test_run_folder_is_complete(tiny: Path) -> None:
     assert load(tiny / "recipe.yaml") == load("tiny", LEARNT)
     assert has_pictures(tiny)
     assert (tiny / "checkpoints" / "latest").read_text().strip() == "step_25"
-    assert [path.name for path in (tiny / "checkpoints").glob("step_*")] == ["step_25"]
+    evaluations = rows(tiny, "eval")
+    best = max(evaluations, key=lambda row: row["exact_match"])  # the first of equal ones
+    assert (tiny / "checkpoints" / "best").read_text().strip() == f"step_{best['step']}"
+    kept = {path.name for path in (tiny / "checkpoints").glob("step_*")}
+    assert kept == {"step_25", f"step_{best['step']}"}
     assert max(entry["args"].get("backup", 0) for entry in trace(tiny)) > 0
 
 
@@ -205,12 +209,41 @@ def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     assert same_rows(folder, straight)
 
 
+def train_until_killed(pipe: Connection, folder: Path) -> None:
+    """Start a run in this process, which dies when the checkpoint of step 4 is complete.
+
+    `latest` still names the checkpoint of step 2.
+    """
+
+    def die(event: str, arguments: tuple[Any, ...]) -> None:
+        naming = event == "os.rename" and str(arguments[1]).endswith("checkpoints/latest")
+        if naming and (folder / "checkpoints" / "step_4").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    with without_pictures():
+        start_run("tiny", [*SMALL, "steps=5", "checkpoint.every=2"], folder)
+
+
+@pytest.mark.extended  # test_disturbances tries all moments, with sides that hold no tensors
+def test_killed_run_resumes_with_the_same_rows(
+    straight: Path, tmp_path: Path, no_pictures: None
+) -> None:
+    folder = tmp_path / "run"
+    Peer(train_until_killed, folder).process.join(60)
+    assert (folder / "checkpoints" / "step_4").is_dir() and RunFolder(folder).done == 2
+    assert [row["step"] for row in rows(folder, "train")] == [1, 2, 3, 4]
+    continue_run(folder)
+    assert same_rows(folder, straight)
+    assert RunFolder(folder).done == 5
+
+
 def test_run_killed_in_its_last_evaluation_resumes_with_it(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
     folder, calls = tmp_path / "run", itertools.count(1)
 
-    def die_in_the_last(*sides: Any) -> dict[str, Any]:
+    def die_in_the_last(*sides: Any) -> Evaluation:
         # Evaluations follow 0, 2, 4 and 5 updates.
         if next(calls) == 4:
             raise KeyboardInterrupt
@@ -239,7 +272,7 @@ def test_resume_refuses_changed_problems_and_changed_initial_weights(
         again = ["run", "--resume", str(folder), "steps=2"]
         before = contents(folder)
         with monkeypatch.context() as patch:
-            patch.setattr("recipes.tasks.TOY_LETTERS", "hgfedcba")
+            patch.setattr("recipes.tasks.toy.TOY_LETTERS", "hgfedcba")
             assert main(again) == 2
         assert "task.name=toy: has other problems, or in another order" in capsys.readouterr().err
         assert contents(folder) == before
@@ -318,33 +351,6 @@ def test_failure_names_its_stage_and_verbose_shows_the_traceback(
     assert (tmp_path / "run" / "trace.json").exists()
 
 
-def test_failing_scorer_ends_the_run_and_resume_continues_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    no_pictures: None,
-) -> None:
-    """Fail in step 2, which follows 16 answers of the evaluation and 32 of step 1."""
-    answers, folder = itertools.count(1), tmp_path / "run"
-
-    def judge(*arguments: Any) -> Score:
-        if next(answers) == 60:
-            raise ScorerError("the scorer gave nothing")
-        return score_answer(*arguments)
-
-    monkeypatch.setattr("recipes.loop.score_answer", judge)
-    words = [*SMALL, "steps=3", "checkpoint.every=1", "--run-dir", str(folder)]
-    assert main(["run", "tiny", *words]) == 1
-    line = capsys.readouterr().err
-    cause = "compute_reward failed: the scorer gave nothing"
-    assert line.startswith(f"memsaver: {cause}; continue with: ")
-    assert line.count("\n") == 1 and line.endswith(f"memsaver run --resume {folder}\n")
-    assert main(["run", "--resume", str(folder)]) == 0
-    train = rows(folder, "train")
-    assert [row["step"] for row in train] == [1, 2, 3]
-    assert all(row["groups_without_signal"] <= 8 and row["reward_std"] >= 0 for row in train)
-
-
 def ended_by(
     number: signal.Signals,
     folder: Path,
@@ -356,12 +362,17 @@ def ended_by(
     words = ["run", "tiny", *SMALL, "steps=100000", *words, "--run-dir", str(folder)]
     command = [sys.executable, "-m", "recipes.cli", *words]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         until(lambda: process.poll() is not None or ready())
         time.sleep(seconds)
-        process.send_signal(number)
+        os.killpg(process.pid, number)  # as Ctrl-C does in a terminal
         _, errors = process.communicate(timeout=100)
     finally:
         process.kill()
@@ -378,7 +389,7 @@ def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path:
     def stepped() -> bool:
         return (folder / "metrics.jsonl").exists() and len(rows(folder, "train")) >= 2
 
-    ended = ended_by(signal.SIGINT, folder, stepped)
+    ended = ended_by(signal.SIGINT, folder, stepped, ["task.workers=1"])
     done = rows(folder, "train")[-1]["step"]
     text = f"memsaver: interrupted in step {done}; checkpoint of step {done} saved; continue with: "
     text += f"memsaver run --resume {folder}\n"

@@ -19,7 +19,7 @@ import recipes
 from memsaver import Event
 from recipes.logs import run_folder
 from recipes.logs.monitor import Monitor, ProgressView
-from recipes.logs.run_folder import RunFolder, Span, at_work, new_folder
+from recipes.logs.run_folder import RunFolder, Span, at_work, new_folder, whole_rows
 from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.run_folders import eval_row, train_row
@@ -87,15 +87,17 @@ def test_second_run_in_a_locked_folder_is_refused(folder: RunFolder) -> None:
         assert contents(folder.path) == before
 
 
-@pytest.mark.parametrize("name", [".lock", ".recipe.yaml.partial", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", [".lock", ".recipe.yaml.partial", "metrics.jsonl", "samples.jsonl"]
+)
 def test_links_in_the_folder_are_not_followed(name: str, tmp_path: Path) -> None:
     path, mine = tmp_path / "run", tmp_path / "mine"
     path.mkdir()
     mine.write_text("a year's work")
     (path / name).symlink_to(mine)
     with contextlib.suppress(recipes.RecipeError, recipes.RunError), at_work(path):
-        folder = RunFolder(path) if name == "metrics.jsonl" else RunFolder.create(path, RECIPE)
-        folder.add_row(train_row(1))
+        folder = RunFolder(path) if "jsonl" in name else RunFolder.create(path, RECIPE)
+        folder.add_row(train_row(1), [{"kind": "train", "step": 1}])
     assert mine.read_text() == "a year's work"
 
 
@@ -182,6 +184,18 @@ def test_full_disk_raises_one_error_and_damages_no_file(folder: RunFolder) -> No
         ):
             folder.add_row(train_row(40))
     assert RunFolder.reopen(folder.path, RECIPE).run.rows == rows[:30]
+
+
+def test_row_whose_samples_do_not_fit_the_disk_is_not_written(folder: RunFolder) -> None:
+    samples = [{"kind": "train", "step": step, "completion": "x" * 1000} for step in (1, 2)]
+    folder.add_row(train_row(1), samples[:1])
+    size = (folder.path / "samples.jsonl").stat().st_size
+    with full_disk(size + 500):
+        with pytest.raises(recipes.RunError, match="writing samples.jsonl failed: .*too large"):
+            folder.add_row(train_row(2), samples[1:])
+    assert (folder.path / "samples.jsonl").stat().st_size == size + 500
+    assert [row["step"] for row in whole_rows(folder.path / "metrics.jsonl")] == [1]
+    assert whole_rows(folder.path / "samples.jsonl") == samples[:1]
 
 
 def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(

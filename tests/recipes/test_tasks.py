@@ -1,50 +1,57 @@
-"""Split of problems, parsing of answers, and scores."""
+"""Sets of problems: generators, splits, custom functions, and what sets share."""
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from recipes.cli import main
-from recipes.config.models import TaskSection
-from recipes.errors import RecipeError, ScorerError
-from recipes.setup.models import decode, encode_prompt, toy_tokenizer
-from recipes.tasks import (
-    TOY_WORDS,
-    Problem,
-    Score,
-    Task,
-    extract_number,
-    is_held_out,
-    make_task,
-    score_answer,
-    signed_terms,
-)
+from recipes.config.models import ProblemSection, TaskSection
+from recipes.errors import RecipeError
+from recipes.rewards.extract import extract_number
+from recipes.setup.models import decode, toy_tokenizer
+from recipes.setup.prompts import PromptFormat
+from recipes.tasks import Problem, Task, is_held_out, make_task, make_tasks
+from recipes.tasks.gym import signed_terms
+from recipes.tasks.toy import TOY_WORDS
+from tests.helpers.case_selection import some
+
+DATASETS = pytest.importorskip("reasoning_gym.factory").DATASETS  # GPU machines may lack it
+
+
+def sums(digits: int, terms: int = 2, **more: Any) -> ProblemSection:
+    """Return the section of sums."""
+    parameters = {
+        "min_terms": terms,
+        "max_terms": terms,
+        "min_digits": digits,
+        "max_digits": digits,
+    }
+    name = "reasoning_gym:chain_sum"
+    return ProblemSection(name=name, parameters=parameters, extract="number", **more)
 
 
 @pytest.fixture(scope="module")
 def chain_sum() -> Task:
-    return make_task(TaskSection(name="chain_sum"))
+    return make_task(sums(1))
 
 
 @pytest.fixture(scope="module")
 def toy() -> Task:
-    return make_task(TaskSection(name="toy", partial_credit=0.5))
+    return make_task(ProblemSection(name="toy", parameters={"partial_credit": 0.5}))
 
 
 def terms_of(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sorted added and the sorted subtracted numbers, parsed word by word."""
-    words = problem.question.rpartition(": ")[2].removesuffix(" =").split()
+    words = str(problem.prompt).rpartition(": ")[2].removesuffix(" =").split()
     signs = ["+", *words[1::2]]
     parts = {
         sign: sorted(int(word) for s, word in zip(signs, words[::2], strict=True) if s == sign)
@@ -55,17 +62,12 @@ def terms_of(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.mark.parametrize(("terms", "digits"), [(2, 1), (2, 2), (3, 1)])
 def test_no_held_out_sum_is_trained_on_in_another_order(terms: int, digits: int) -> None:
-    """Check that 4 + 3 and 3 + 4 are on one side, and that kinds of other digits share no sum."""
-    section = TaskSection(name="chain_sum", num_terms=terms, num_digits=digits)
-    task = make_task(section)
+    """Check that 4 + 3 and 3 + 4 are on one side."""
+    task = make_task(sums(digits, terms))
     trained = {terms_of(problem) for problem in task.train}
     assert trained and not trained & {terms_of(problem) for problem in task.held_out}
-    share = len(task.held_out) / len(list(task.problems()))
+    share = len(task.held_out) / len(task.problems())
     assert 0.15 < share < 0.25  # of at least 145 groups, equal on every machine
-    beside = make_task(TaskSection(name="chain_sum", num_digits=3), also_digits=[digits]).beside[
-        f"{digits}_digits"
-    ]
-    assert terms != 2 or set(beside) == set(task.held_out)
 
 
 def test_one_digit_sums_are_complete_and_split_by_their_terms(
@@ -78,13 +80,13 @@ def test_one_digit_sums_are_complete_and_split_by_their_terms(
         for sign in "+-"
     }
     answers: dict[str, int] = {}
-    for problem in [*chain_sum.train, *chain_sum.held_out]:
-        intro, _, sum_ = problem.question.rpartition(": ")
+    for problem in chain_sum.problems():
+        intro, _, sum_ = str(problem.prompt).rpartition(": ")
         assert intro == "State the final answer to the following arithmetic problem"
         answers[sum_.removesuffix(" =")] = int(problem.answer)
-        assert is_held_out(signed_terms(problem.question), 0.2) == (problem in chain_sum.held_out)
+        assert is_held_out(signed_terms(problem.text), 0.2) == (problem in chain_sum.held_out)
     # Equal lengths exclude duplicates.
-    assert answers == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
+    assert answers == every and len(chain_sum.problems()) == 200
     assert 30 <= len(chain_sum.held_out) <= 50
 
 
@@ -95,24 +97,147 @@ def test_split_is_the_same_on_every_machine() -> None:
         assert not is_held_out(text, share - 1e-9) and is_held_out(text, share + 1e-9)
 
 
-def test_further_digits_are_separate_kinds_with_the_same_split(chain_sum: Task) -> None:
-    task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
-    own, further = task.kinds
-    assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
-    assert len(further) > 3000 and list(task.beside) == ["2_digits", "3_digits"]
-    beside = [(n, task.beside[f"{n}_digits"], True) for n in (2, 3)]
-    for digits, problems, held_out in [(2, further, False), *beside]:
-        assert len(problems) > 800
-        for problem in problems:
-            assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
-            assert is_held_out(signed_terms(problem.question), 0.2) == held_out
-    for problem in task.beside["3_digits"]:
-        assert task.score(problem, problem.answer, True).exact
-    first_numbers = {problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}
-    assert len(first_numbers) > 20, (
-        "the first held-out problems are alike, so they are no fair sample"
+UNNAMED = {"graph_color", "rubiks_cube", "boxnet", "rush_hour", "propositional_logic"}
+"""Generators whose entries name no answer, because several are right."""
+SLOW = {"arc_agi", "codeio", "figlet_font", "futoshiki", "group_anagrams", "knight_swap"}
+SLOW |= {"intermediate_integration", "quantum_lock", "rearc", "word_ladder", "zebra_puzzles"}
+
+
+@pytest.mark.parametrize(
+    "name", some(*sorted({*DATASETS} - SLOW - {"composite"}), whole=sorted(SLOW))
+)
+def test_every_generator_of_reasoning_gym_makes_a_task_that_scores_its_answers(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Skip `composite`, which has no problems of its own."""
+    monkeypatch.setattr("recipes.tasks.draws.HASHED", ())
+    size = 2 if name == "knight_swap" else 3
+    task = make_task(ProblemSection(name=f"reasoning_gym:{name}", parameters={"size": size}))
+    problems = task.problems()
+    assert 0 < len(problems) <= size and task.name == name
+    rewards = {task.score(problem, problem.answer, True).reward for problem in problems}
+    assert rewards == {1.0} or (name in UNNAMED and max(rewards) < 0.1)
+    assert {task.score(problem, problem.answer, False).reward for problem in problems} == {0.0}
+    assert capfd.readouterr().out == ""
+
+
+DRAWS = """
+import json, sys, random
+from reasoning_gym.factory import DATASETS
+from recipes.tasks.draws import HASHED, draw, draw_reproducibly
+names = HASHED if sys.argv[1] == "hashed" else sorted({*DATASETS} - {*HASHED, "composite"})
+make = draw_reproducibly if sys.argv[1] == "hashed" else draw
+drawn = {name: make(name, {"seed": 0, "size": int(sys.argv[2])}, "") for name in names}
+print(json.dumps({name: [e["question"] for e in entries] for name, entries in drawn.items()}))
+"""
+
+
+def drawn_in_new_processes(*words: str) -> list[dict[str, list[str]]]:
+    """Return the questions of generators from two processes that hash texts differently."""
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRAWS, *words],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        )
+        for seed in ("1", "2")
+    ]
+    return [json.loads(command.communicate()[0]) for command in commands]
+
+
+@pytest.mark.extended
+def test_generators_that_follow_hashes_draw_the_same_in_every_process() -> None:
+    first, second = drawn_in_new_processes("hashed", "2")
+    assert first == second and len(first) == 5
+
+
+@pytest.mark.extended
+def test_all_other_generators_draw_the_same_in_every_process() -> None:
+    first, second = drawn_in_new_processes("others", "10")
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [
+        (
+            "chian_sum",
+            {},
+            "task.name=reasoning_gym:chian_sum: reasoning-gym has no generator chian",
+        ),
+        ("chian_sum", {}, "; set task.name=reasoning_gym:chain_sum"),
+        ("chain_sum", {"min_digit": 1}, "task.parameters.min_digit=1: chain_sum has no such par"),
+        ("chain_sum", {"min_digit": 1}, "; did you mean min_digits?"),
+        ("chain_sum", {"x": 1}, "known here: min_terms, max_terms, "),
+        (
+            "chain_sum",
+            {"min_terms": 0},
+            "chain_sum refuses them: AssertionError: min_terms must be",
+        ),
+        ("chain_sum", {"size": "many"}, "={'size': 'many'}: chain_sum refuses them: "),
+        ("composite", {}, "composite refuses them: AssertionError: Must specify at least one"),
+    ],
+)
+def test_generator_that_cannot_be_made_is_refused_in_one_line(
+    name: str, parameters: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        make_task(ProblemSection(name=f"reasoning_gym:{name}", parameters=parameters))
+    assert expected in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_slow_generator_tells_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.tasks.draws.PATIENCE", 0.0)
+    make_task(ProblemSection(name="reasoning_gym:leg_counting", parameters={"size": 5}))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "memsaver: task.parameters.size=5: drawing takes about 0 s at every start"
     )
-    assert {*task.problems()} == {*own, *further, *task.held_out}.union(*task.beside.values())
+
+
+def test_held_out_problem_is_not_trained_on_in_another_set() -> None:
+    """Mix the toy with itself, once with all problems held out by another share."""
+    other = ProblemSection(name="toy", label="other", held_out_fraction=0.6, weight=2.0)
+    seen = ProblemSection(name="toy", label="seen")
+    tasks = make_tasks(TaskSection(name="toy", mixture=[other]))
+    own, mixed = tasks.trained
+    held_out = {problem.text for task in tasks.all for problem in task.held_out}
+    assert len(held_out) == len(mixed.held_out) > len(own.held_out)
+    assert not held_out & {problem.text for task in tasks.trained for problem in task.train}
+    count = 48 - len(own.train)
+    assert own.left_out == (f"{count} that another set holds out",) and mixed.left_out == ()
+    assert (own.weight, mixed.weight) == (1.0, 2.0)
+    with pytest.raises(
+        RecipeError, match=r"no problem for training of toy \(48 that another set h"
+    ):
+        make_tasks(TaskSection(name="toy"), [seen])
+    evaluated = make_tasks(TaskSection(name="toy", held_out_fraction=0), [sums(1)]).all
+    assert [len(task.train) for task in evaluated] == [64, 0]
+    assert [len(task.held_out) for task in evaluated] == [0, 200]
+
+
+def test_evaluated_set_is_in_an_arbitrary_order() -> None:
+    (_, task) = make_tasks(TaskSection(name="toy"), [sums(2, label="hard")]).all
+    first_numbers = {str(problem.prompt).split()[-4] for problem in task.held_out[:43]}
+    assert len(first_numbers) > 20
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        (ProblemSection(name="toy"), "toy"),
+        (ProblemSection(name="a.b:my_task"), "my_task"),
+        (ProblemSection(name="reasoning_gym:chain_sum"), "chain_sum"),
+        (ProblemSection(name="file", data="data/my train.v2.jsonl"), "my_train.v2"),
+        (ProblemSection(name="file", data="data/parts/"), "parts"),
+        (ProblemSection(name="file", data="openai/gsm8k-v1.5"), "gsm8k-v1.5"),
+        (ProblemSection(name="file", data="x.csv", label="mine"), "mine"),
+    ],
+)
+def test_set_is_named_by_label_or_source(section: ProblemSection, name: str) -> None:
+    assert section.set_name == name
 
 
 @pytest.mark.parametrize(
@@ -150,13 +275,15 @@ def test_last_number_is_read_with_its_sign(text: str, number: int) -> None:
 def test_chain_sum_scores_the_last_number_of_ended_answers(
     chain_sum: Task, text: str, ended: bool, exact: bool
 ) -> None:
-    score = chain_sum.score(Problem(question="5 - 9", answer="-4"), text, ended)
+    score = chain_sum.score(
+        Problem(prompt="5 - 9", answer="-4", columns={"metadata": {}}), text, ended
+    )
     assert (score.exact, score.reward) == (exact, float(exact))
 
 
 def test_toy_partial_credit_is_no_exact_match(toy: Task) -> None:
     def scored(text: str, ended: bool = True) -> tuple[bool, float]:
-        score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
+        score = toy.score(Problem(prompt="first of b e", answer="b"), text, ended)
         return score.exact, score.reward
 
     assert scored("b") == (True, 1.0)
@@ -173,26 +300,29 @@ def test_ids_beyond_the_tokenizer_read_as_unknown_and_score_nothing(toy: Task) -
         tokenizer, [[b, 77], [random_ids.randrange(151_936) for _ in range(512)], [b], []]
     )
     assert texts == ["b <unk>", " ".join(["<unk>"] * 512), "b", ""]
-    problem = Problem(question="first of b e", answer="b")
+    problem = Problem(prompt="first of b e", answer="b")
     assert [toy.score(problem, text, True).exact for text in texts] == [False, False, True, False]
     assert toy.score(problem, texts[1], False).reward == 0
 
 
 def test_toy_prompt_follows_the_chat_template() -> None:
     tokenizer = toy_tokenizer(TOY_WORDS)
-    ids = encode_prompt(tokenizer, "first of b e")
+    form = PromptFormat(tokenizer=tokenizer, template=tokenizer.chat_template)
+    (ids,) = form.encode(["first of b e"])
     words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>"]
     assert tokenizer.convert_ids_to_tokens(ids) == [*words, "<|im_start|>", "assistant"]
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids[4:6]) == "b e"
-    assert len(encode_prompt(tokenizer, "first of b e", "of")) == len(ids) + 4
+    (longer,) = replace(form, system_prompt="of").encode(["first of b e"])
+    assert len(longer) == len(ids) + 4
 
 
 OWN = """
 from recipes.tasks import Problem, Score, Task, split
 
 def echo(section):
-    problems = [Problem(question=f"say {n}", answer=str(n)) for n in range(section.num_digits * 20)]
+    count = section.parameters["count"]
+    problems = [Problem(prompt=f"say {n}", answer=str(n)) for n in range(count)]
     score = lambda problem, text, ended: Score(reward=1.0, exact=text == problem.answer)
     return Task(name="echo", **split(problems, section.held_out_fraction), score=score)
 
@@ -205,12 +335,19 @@ def broken(section):
 def leaves(section):
     raise SystemExit("no data")
 
-def scored(score):
-    problems = [Problem(question="say b", answer="b"), Problem(question="say a", answer="a")]
-    return Task(name="scored", train=problems, held_out=problems, score=score, words=("say", "a"))
+def texts(section):
+    return Task(name="texts", train=["p"], held_out=[], score=lambda *_: 0.0)
 
-def raising(section):
-    return scored(lambda problem, text, ended: int("a judge's answer"))
+def numbers(section):
+    return Problem(prompt="p", answer=7)
+
+def lists(section):
+    return Problem(prompt=["p"])
+
+def same(section):
+    problems = [Problem(prompt="say b", answer="b"), Problem(prompt="say a", answer="a")]
+    score = lambda *_: 0.0
+    return Task(name="same", train=problems, held_out=problems, score=score)
 """
 
 
@@ -226,15 +363,24 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_custom_task_is_imported_from_the_working_directory(own_module: None) -> None:
-    task = make_task(TaskSection(name="own_tasks:echo", num_digits=2))
-    assert task.name == "own_tasks:echo"
-    assert (len(list(task.problems())), task.beside) == (40, {})
-    assert {p.question for p in task.held_out} == {
+    count = {"count": 40}
+    task = make_task(TaskSection(name="own_tasks:echo", parameters=count))
+    assert (task.name, task.source) == ("echo", "task.name=own_tasks:echo")
+    assert {p.prompt for p in task.held_out} == {
         f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)
     }
+    assert len(task.problems()) == 40
     assert task.score(task.train[0], task.train[0].answer, True).exact
-    with pytest.raises(RecipeError, match="leaves no problem for training"):
-        make_task(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999))
+    fraction = (
+        "task.held_out_fraction=0.9999: leaves no problem for training of echo; set task.held"
+    )
+    with pytest.raises(RecipeError, match=fraction):
+        make_tasks(TaskSection(name="own_tasks:echo", held_out_fraction=0.9999, parameters=count))
+
+
+def test_own_train_and_held_out_problems_of_a_custom_task_may_be_the_same(own_module: None) -> None:
+    (task,) = make_tasks(TaskSection(name="own_tasks:same")).all
+    assert task.train == task.held_out and len(task.train) == 2
 
 
 @pytest.mark.parametrize(
@@ -242,8 +388,11 @@ def test_custom_task_is_imported_from_the_working_directory(own_module: None) ->
     [
         ("own_tasks:missing", "own_tasks has no function missing; define it"),
         ("own_tasks:nothing", "returned a list; return a recipes.tasks.Task"),
-        ("own_tasks:broken", "raised AttributeError: 'TaskSection' object has no attribute "),
+        ("own_tasks:broken", "raised AttributeError: 'ProblemSection' object has no attribute "),
         ("own_tasks:leaves", "raised SystemExit: no data"),
+        ("own_tasks:texts", "has a str among its problems; use recipes.tasks.Problem"),
+        ("own_tasks:numbers", "raised TypeError: answer=7 is no text; correct it"),
+        ("own_tasks:lists", "raised TypeError: prompt=['p'] is neither text nor a tuple of mess"),
         ("no_such_module:echo", "cannot import no_such_module: ModuleNotFoundError"),
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),
     ],
@@ -252,75 +401,22 @@ def test_impossible_custom_task_is_refused_with_its_reason(
     own_module: None, name: str, expected: list[str]
 ) -> None:
     with pytest.raises(RecipeError, match=f"^task.name={name}: ") as raised:
-        make_task(TaskSection(name=name))
+        make_task(ProblemSection(name=name))
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_random_model_without_words_of_the_task_is_refused(
-    own_module: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["task.name=own_tasks:echo", "grpo.prompts_per_step=2", "steps=1"]
-    assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
-    rule = "task.name=own_tasks:echo: a random model has no tokenizer for this task; set"
-    assert rule in capsys.readouterr().err
+@pytest.mark.parametrize("parameters", [{"partial": 0.5}, {"partial_credit": "x"}])
+def test_toy_refuses_other_parameters(parameters: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=r"^task.parameters={.*}: toy takes only partial_credit"):
+        make_task(ProblemSection(name="toy", parameters=parameters))
 
 
-SCORED = Task(name="m:f", train=(), held_out=(), score=lambda *_: 0.0)
-ASKED = Problem(question="first of\na b", answer="a")
-
-
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        *((number, (0.5, False)) for number in (0.5, np.float32(0.5), torch.tensor(0.5))),
-        *((number, (1.0, True)) for number in (1, True, np.bool_(True), torch.ones(1))),
-    ],
-)
-def test_reward_may_be_a_number_of_any_kind(reward: Any, expected: tuple[float, bool]) -> None:
-    """Count a bare number as an exact match from 1 on."""
-    bare, scored = replace(SCORED, score=lambda *_: reward), Score(reward=reward, exact=np.True_)
-    score = score_answer(bare, ASKED, "a", True)
-    assert (score.reward, score.exact) == expected
-    assert (type(score.reward), type(score.exact)) == (float, bool)
-    whole = score_answer(replace(SCORED, score=lambda *_: scored), ASKED, "a", True)
-    assert whole == Score(reward=expected[0], exact=True)
-
-
-@pytest.mark.parametrize(
-    ("score", "words"),
-    [
-        *(
-            (lambda *_, value=value: value, words)
-            for value, words in [
-                (math.nan, "returned a reward of nan, not finite"),
-                (10**400, "returned a reward of 1000"),
-                (None, "returned a reward of type NoneType"),
-                ("1.0", "returned a reward of type str"),
-                (torch.ones(2), "returned a reward of type Tensor"),
-                (Score(reward=math.inf, exact=False), "returned a reward of inf"),
-                (Score(reward=1.0, exact=None), "returned exact=None, neither true nor false"),
-            ]
-        ),
-        (lambda *_: sys.exit("bye"), r"raised SystemExit: bye (.*test_tasks.py:\d+)"),
-        (lambda *_: json.loads("{"), r"raised JSONDecodeError: .* (.*test_tasks.py:\d+)"),
-        (lambda problem, text: 0, r"test_tasks.py:\d+, called with \(problem, text, ended\)\)"),
-    ],
-)
-def test_invalid_score_is_reported_with_problem_and_answer(score: Any, words: str) -> None:
-    with pytest.raises(ScorerError, match=words) as raised:
-        score_answer(replace(SCORED, score=score), ASKED, "b\nc", True)
-    line = str(raised.value)
-    assert line.startswith("task.name=m:f: the scorer ") and "\n" not in line
-    assert r"for the answer 'b\nc' to 'first of\na b'; " in line
-
-
-def test_scorer_is_tried_before_anything_is_written(
-    own_module: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["task.name=own_tasks:raising", "grpo.prompts_per_step=1", "steps=1"]
-    assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1 and not (tmp_path / "run").exists()
-    assert "task.name=own_tasks:raising: the scorer raised ValueError: invalid literal" in line
-    assert "own_tasks.py:" in line and "for the answer 'b' to 'say b'" in line
+def test_random_model_learns_the_words_of_prompts_and_answers(chain_sum: Task) -> None:
+    chat = ({"role": "user", "content": "say  b"}, {"role": "assistant", "content": "c"})
+    problem = Problem(prompt=chat, answer="d\ne")
+    assert problem.words == ["say", "b", "c", "d", "e"]
+    tasks = make_tasks(TaskSection(name="toy"), [sums(1)])
+    assert tasks.words[: len(TOY_WORDS)] == tuple(TOY_WORDS)
+    assert {"+", "9", "-9", "arithmetic"} < {*tasks.words}
+    assert {*tasks.words} == {*TOY_WORDS}.union(*(p.words for p in chain_sum.problems()))

@@ -15,7 +15,7 @@ from recipes.cli import main
 from recipes.config.load import load, packaged_recipes, recipe_text
 from recipes.config.recipe import FIELDS, VLLM_COLDEST, Recipe, is_section
 from recipes.setup.models import describe_random_model, toy_tokenizer
-from recipes.tasks import TOY_WORDS
+from recipes.tasks.toy import TOY_WORDS
 from rollout.hosted import COLDEST as COLDEST_OF_VLLM
 from rollout.requests import COLDEST
 from tests.helpers.docs.pages import ROOT
@@ -25,14 +25,14 @@ TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"
 VLLM, SGLANG = "device=auto engine.kind=vllm", "device=auto engine.kind=sglang"
 GROWS = "cycle.overlap=[params]: needs a KV cache that grows"
-UNDEFINED = "is not defined for task.name"
+FILE = "task.name=file task.data=x.jsonl"
+TOO = "task.mixture=[{name:\u00a0toy}]"
 # Rules between keys: recipe, overrides, a part of the message.
 RULES = [
     ("tiny", "model.config=null", "model.path=null: no model is named; set model.path=DIRECTORY"),
     ("tiny", "model.config.model_type=null", "has no model_type; set model.config.model_type="),
     ("tiny", "model.shape=qwen2.5-7b", "model.shape=qwen2.5-7b: excludes model.config; set model"),
     ("qwen2.5-7b", "model.shape=qwen2.5-7bb", "smollm2-135m; set model.shape=qwen2.5-7b"),
-    ("tiny", "task.name=chain_sum", "task.name=chain_sum: a random model has no tokenizer for"),
     ("tiny", "engine.options.x=1", "engine.options={'x': 1}: need engine.kind=vllm or sglang"),
     ("tiny", "engine.mem_fraction_static=0.5", "static=0.5: excludes engine.kv_tokens=2048"),
     ("tiny", "engine.kv_tokens=100", "multiple of engine.page_size=16; set engine.kv_tokens=112"),
@@ -43,12 +43,21 @@ RULES = [
     ("tiny", "trainer.optimizer_offload=true lora.rank=2", "which are small (lora.rank=2)"),
     ("tiny", "lora.rank=12 lora.target_modules=[experts]", "8 for adapters of experts; set lora."),
     ("tiny", "lora.rank=1 lora.target_modules=[q_proj,q_proj]", "names a layer twice"),
+    ("tiny", "trackers=[tensorboard,tensorboard]", "names a tracker twice; set trackers=[]"),
     ("tiny-ppo", "ppo.mini_batches=999", "ppo.mini_batches=999: exceeds the step's"),
     ("tiny-ppo", "steps=5 ppo.critic_warmup_steps=5", "leaves none of steps=5 to the policy"),
-    ("tiny", "task.also_train_digits=[2]", f"task.also_train_digits=[2]: {UNDEFINED}=toy; set"),
-    ("smollm2-135m", "eval.also_digits=[2,1]", "without task.num_digits=1"),
-    ("smollm2-135m", "task.also_train_digits=[2,2]", "must be distinct numbers, without task"),
-    ("smollm2-135m", "task.partial_credit=0.5", f"credit=0.5: {UNDEFINED}=chain_sum"),
+    ("tiny", "task.name=file", "task.data=null: names no data for name=file; set task.data=FILE"),
+    ("tiny", "task.data=x.jsonl", "task.data=x.jsonl: needs task.name=file; set task.name=file"),
+    ("tiny", f"{FILE} task.answer_column=null", "column=null: without answers, nothing scores; "),
+    (
+        "tiny",
+        TOO,
+        "task.mixture[0].label=null: task has the name toy, too, which figures need apart",
+    ),
+    ("tiny", f"{TOO} task.mixture[0].label=b task.mixture[0].data=x", "task.mixture[0].data=x: ne"),
+    ("tiny", TOO.replace("task.mixture", "eval.sets"), "set eval.sets[0].label=toy_2"),
+    ("smollm2-135m-2digits", "eval.sets[0].weight=2", "eval.sets[0].weight=2.0: has no effect on"),
+    ("tiny", "task.held_out_fraction=0", "leaves eval.every=10 no problem; set task.held_out_frac"),
     ("tiny", "checkpoint.max_restarts=2 checkpoint.every=0", "needs checkpoints to continue from"),
     ("tiny", "cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
     ("qwen2.5-7b", f"{TWO} device=cuda:1", "device=cuda:1: names one of the 2 devices of cluster"),
@@ -79,7 +88,9 @@ IDLE = [
     (PPO, "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
     ("tiny", "lora.alpha=8", "lora.rank=0"),
     ("smollm2-135m", "model.config.hidden_size=8", "model.path=smollm2-135m"),
-    ("tiny", "task.num_terms=3", "task.name=toy"),
+    ("tiny", "task.split=test", "task.name=toy"),
+    ("tiny", "task.extract=number", "task.name=toy"),
+    ("tiny", "task.weight=2", "task.mixture=[]"),
 ]
 LATENT = " model.config.".join([
     "algorithm=grpo", "model_type=deepseek_v2", "num_key_value_heads=4", "first_k_dense_replace=2",
@@ -117,10 +128,15 @@ PREPARED = [
     (TWO.replace("2", "3"), "choose a size that divides"),
     (f"{LATENT} lora.rank=2", "set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]"),
     (f"{MIXTURE} lora.rank=8", "set lora.target_modules=[q_proj,k_proj,v_proj,o_proj,experts]"),
-    ("task.max_prompt_tokens=8", "leaves no problem for training; set task.max_prompt_tokens=9"),
-    ("task.held_out_fraction=0.999999", "leaves no problem for training"),
+    ("task.max_prompt_tokens=8", "; set task.max_prompt_tokens=9"),
+    ("task.max_prompt_tokens=8", "training of toy (64 longer than task.max_prompt_tokens=8, up to"),
+    ("task.held_out_fraction=0.999999", "leaves no problem for training of toy"),
     ("sampling.max_tokens=60", "answer exceed the model's context of 64 tokens"),
-    ("grpo.prompts_per_step=49", "the task has 48 training problems"),
+    ("grpo.prompts_per_step=49", "toy has 48 training problems, and its share can be 49; set grpo"),
+    (
+        "task.name=reasoning_gym:chain_sun",
+        "has no generator chain_sun; set task.name=reasoning_gym:chain_sum",
+    ),
     ("grpo.router_replay=true", "the model has no experts to choose"),
     ("model.fp32_router=true", "the model has no experts to choose"),
 ]
@@ -149,9 +165,21 @@ def faults(base: str | Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+def words_of(overrides: str) -> list[str]:
+    """Split overrides at spaces; a no-break space stands for a space within one."""
+    return [word.replace("\u00a0", " ") for word in overrides.split(" ")]
+
+
 @pytest.mark.parametrize(("base", "overrides", "said"), RULES)
 def test_contradicting_keys_are_refused(base: str, overrides: str, said: str) -> None:
-    assert said in faults(base, *overrides.split())
+    assert said in faults(base, *words_of(overrides))
+
+
+def test_split_of_a_file_is_refused_on_the_command_line() -> None:
+    words = ["task.name=file", "task.data=x.jsonl"]
+    assert "has no effect with task.data=x.jsonl, a file" in faults("tiny", *words, "task.split=a")
+    assert "has no effect with task.name=file" in faults("tiny", *words, "task.parameters.x=1")
+    load("tiny", [words[0], "task.data=org/name", "task.split=a"])
 
 
 @pytest.mark.parametrize(("base", "override", "why"), IDLE)
@@ -163,8 +191,7 @@ def test_override_without_effect_is_refused(base: str, override: str, why: str) 
 def test_recipe_that_cannot_run_here_is_refused_in_one_line(
     overrides: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word.replace("\u00a0", " ") for word in overrides.split(" ")]
-    assert main(["run", "tiny", *words, "--run-dir", str(folder)]) == 2
+    assert main(["run", "tiny", *words_of(overrides), "--run-dir", str(folder)]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and said in line and not folder.exists()
 
@@ -199,11 +226,25 @@ def test_invalid_value_is_refused_with_rule_description_and_remedy(
         ("steps=${stepps}", "tiny.yaml and steps=${stepps}: Interpolation key 'stepps' not found"),
         ("steps=${steps}", "tiny.yaml and steps=${steps}: "),
         ("qqq=1", "command line: qqq: unknown key; known here: model, task, steps, "),
+        ("task.mixture=[{nam: toy}]", "command line: task.mixture[0].name: is required and has no"),
+        (
+            "task.mixture=[{name: toy, lable: b}]",
+            "command line: task.mixture[0].lable: unknown key",
+        ),
+        (
+            "eval.sets=[{name: a.b}]",
+            "command line: eval.sets[0].name=a.b: must match pattern",
+        ),
+        ("task.mixture=[7]", "command line: task.mixture[0]=7: must be a dictionary"),
+        (
+            "task.mixture[2].weight=1",
+            "command line: task.mixture[2].weight=1: names no item of a list",
+        ),
     ],
 )
 def test_malformed_override_is_refused_in_one_line(override: str, said: str) -> None:
     line = faults("tiny", override)
-    assert line.startswith(said) and "\n" not in line
+    assert line.startswith(said)
 
 
 def test_unknown_keys_are_named_with_suggestions() -> None:
@@ -222,7 +263,7 @@ def test_all_faults_are_listed_with_their_places(
     assert len(lines) == 3 and lines[1].startswith("memsaver: mine.yaml: seed=-1: must be ")
     assert lines[0].startswith("memsaver: command line: steps=abc: must be a valid integer, ")
     assert lines[2] == "memsaver: mine.yaml: devise: unknown key; did you mean device?"
-    assert faults("tiny", "engine.kv_tokens=5", "eval.also_digits=[1]").count("\n") == 1
+    assert faults("tiny", "engine.kv_tokens=5", "task.held_out_fraction=0").count("\n") == 1
 
 
 def test_every_default_is_valid() -> None:

@@ -177,24 +177,45 @@ def test_token_logprobs_and_entropy_match_fp64() -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "clipped"),
     [
-        (1.0, 2.0, -2.0, 0.0),
-        (1.5, 1.0, -1.3, 1.0),  # good token, more likely: clipped at 1 + high
-        (0.5, 1.0, -0.5, 0.0),  # good token, less likely: not clipped
-        (0.5, -1.0, 0.9, 1.0),  # bad token, less likely: clipped at 1 - low
-        (1.5, -1.0, 1.5, 0.0),  # bad token, more likely: not clipped
+        (1.0, 2.0, -2.0, (0, 0)),
+        (1.5, 1.0, -1.3, (0, 1)),  # good token, more likely: clipped at 1 + high
+        (0.5, 1.0, -0.5, (0, 0)),  # good token, less likely: not clipped
+        (0.5, -1.0, 0.9, (1, 0)),  # bad token, less likely: clipped at 1 - low
+        (1.5, -1.0, 1.5, (0, 0)),  # bad token, more likely: not clipped
+        (1.5, 0.0, 0.0, (0, 0)),
+        (0.5, 0.0, 0.0, (0, 0)),
     ],
 )
-def test_ppo_clip_gives_expected_loss_clip_count_and_gradient(
-    ratio: float, advantage: float, loss: float, clipped: float
+def test_ppo_clip_gives_expected_loss_clip_counts_and_gradient(
+    ratio: float, advantage: float, loss: float, clipped: tuple[int, int]
 ) -> None:
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    policy_loss, cut, kl = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.1, 0.3)
+    policy_loss, low, high, kl = ppo_clip(
+        logprobs, torch.zeros(1), torch.tensor([advantage]), 0.1, 0.3
+    )
     assert float(policy_loss.detach()) == pytest.approx(loss)
-    assert float(cut) == clipped
+    assert (float(low), float(high)) == clipped
     assert float(kl) == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
     policy_loss.backward()
     assert logprobs.grad is not None
-    assert float(logprobs.grad) == pytest.approx(0.0 if clipped else -ratio * advantage)
+    assert float(logprobs.grad) == pytest.approx(0.0 if any(clipped) else -ratio * advantage)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**31), st.floats(0.05, 0.9), st.floats(0.05, 3.0))
+def test_ppo_clip_counts_by_side_match_fp64(seed: int, low: float, high: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new, old, advantages = torch.randn(3, 500, generator=generator)
+    ratio = (new - old).double().exp()
+    below, above = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+    # fp32 may decide otherwise on tokens whose ratio is within its rounding of a limit.
+    close = ((ratio - 1 + low).abs() < 1e-5 * ratio) | ((ratio - 1 - high).abs() < 1e-5 * ratio)
+    loss, cut_low, cut_high, _ = ppo_clip(new, old, advantages, low, high)
+    assert abs(float(cut_low) - int(below.sum())) <= int(close.sum())
+    assert abs(float(cut_high) - int(above.sum())) <= int(close.sum())
+    gain = advantages.double()
+    terms = -torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
+    assert float(loss) == pytest.approx(float(terms.sum()), rel=1e-4, abs=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,10 @@ class Critic:
     def _values(self, micro: MicroBatch) -> Tensor:
         return token_logits(self.model, micro).squeeze(-1).float()
 
-    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
+    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[Tensor]:
         """Add the micro batch's gradient, and return its sums of loss and clipped tokens."""
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
         loss, clipped = value_clip(self._values(micro), old, returns, self._limit)
         # FSDP divides the gradients by the number of ranks.
         (loss * (self._runtime.world / batch.num_tokens)).backward()
-        return [float(loss.detach()), float(clipped)]
+        return [loss.detach(), clipped]

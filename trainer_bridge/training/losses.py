@@ -34,7 +34,7 @@ def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[
 
 def ppo_clip(
     logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute PPO's clipped policy loss.
 
     The loss is -sum(min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)), where ratio is
@@ -42,7 +42,8 @@ def ppo_clip(
     that generated the tokens.
 
     Returns:
-        fp32 sums over the tokens: the loss; the number of tokens whose clipped term is the smaller;
+        fp32 sums over the tokens: the loss; the numbers of tokens whose clipped term is the smaller
+        because the ratio is below 1 - eps_low (A < 0) and because it is above 1 + eps_high (A > 0);
         the estimate ratio - 1 - log(ratio) of the KL divergence, never negative.
     """
     log_ratio = logprobs - old
@@ -50,9 +51,10 @@ def ppo_clip(
     free = ratio * advantages
     held = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
     with torch.no_grad():
-        clipped = (held < free).sum().float()
+        clipped = held < free
+        low, high = (clipped & side for side in (advantages < 0, advantages > 0))
         kl = (ratio - 1 - log_ratio).sum()
-    return -torch.minimum(free, held).sum(), clipped, kl
+    return -torch.minimum(free, held).sum(), low.sum().float(), high.sum().float(), kl
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -129,29 +131,31 @@ def score_tokens(
 def add_gradients(
     model: nn.Module,
     batch: SequenceBatch,
-    backward: Callable[[MicroBatch], list[float]],
+    backward: Callable[[MicroBatch], list[Tensor]],
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[float]:
     """Accumulate the gradients of a batch with a model in training mode; a collective call.
 
     Every rank passes the whole batch. `backward` adds the gradient of a micro batch, and returns
-    sums over its tokens. `micro_batch_size` counts sequences, as for `dispatch`. The result has the
-    sums over all ranks, divided by the number of response tokens of the batch.
+    fp32 sums over its tokens. `micro_batch_size` counts sequences, as for `dispatch`. The result
+    has the sums over all ranks, divided by the number of response tokens of the batch.
     """
     model.train()
-    parts = [*map(backward, _micro_batches(model, batch, micro_batch_size, runtime))]
+    micros = _micro_batches(model, batch, micro_batch_size, runtime)
+    # One transfer and one wait for all sums of a micro batch.
+    parts = [runtime.numbers(torch.stack(backward(micro))) for micro in micros]
     sums = runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
     return [total / batch.num_tokens for total in sums]
 
 
 def policy_gradient(
     model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
-) -> list[float]:
+) -> list[Tensor]:
     """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
-    The result has sums over the micro batch's tokens: loss, clipped tokens, KL estimate and
-    entropy.
+    The result has sums over the micro batch's tokens: loss, tokens clipped at the low side and at
+    the high side, KL estimate and entropy.
     """
     coefficient = config.router_aux_loss_coef
     real = micro.real if coefficient else None
@@ -159,7 +163,7 @@ def policy_gradient(
         logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
         old = batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
-        loss, clipped, kl = ppo_clip(
+        loss, low, high, kl = ppo_clip(
             logprobs, old, advantages, config.clip_eps_low, config.clip_eps_high
         )
         if config.kl_loss_coef:
@@ -169,7 +173,7 @@ def policy_gradient(
             loss = loss + len(logprobs) * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
         (loss * (world / batch.num_tokens)).backward()
-    return [float(loss.detach()), float(clipped), float(kl), float(entropy.sum())]
+    return [loss.detach(), low, high, kl, entropy.sum()]
 
 
 def _micro_batches(

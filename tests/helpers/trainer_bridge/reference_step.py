@@ -36,14 +36,15 @@ def plain_step(
     `more` is added to the policy's loss.
     """
     assert batch.old_logprobs is not None and batch.advantages is not None
-    terms, clipped, kl = [], 0, 0.0
+    terms, low, high, kl = [], 0, 0, 0.0
     for logp, old, advantage in zip(
         reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, strict=True
     ):
         ratio = (logp - torch.tensor(old)).exp()
         free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
         terms.append(-torch.minimum(free, held))
-        clipped += int((held < free).sum())
+        low += int((ratio < 0.8).sum()) * (advantage < 0)
+        high += int((ratio > 1.3).sum()) * (advantage > 0)
         kl += float((ratio - 1 - ratio.log()).detach().sum())
     loss = torch.cat(terms).mean() + more
     loss.backward()
@@ -52,4 +53,6 @@ def plain_step(
     optimizer.zero_grad()
     tokens = batch.num_tokens
     figures = {"loss": float(loss.detach()), "grad_norm": float(norm)}
-    return figures | {"clip_fraction": clipped / tokens, "approx_kl": kl / tokens}
+    sides = {"clip_fraction_low": low / tokens, "clip_fraction_high": high / tokens}
+    figures |= sides | {"clip_fraction": (low + high) / tokens}
+    return figures | {"approx_kl": kl / tokens}

@@ -261,7 +261,7 @@ def test_chain_of_nodes_without_states_deeper_than_the_recursion_limit_is_remove
     last: str,
 ) -> None:
     """Build a conversation of one page, and thus one node, per turn, and evict its states."""
-    turns = 2 * sys.getrecursionlimit()
+    turns = sys.getrecursionlimit() + 100
     ledger = PagedTokenToKVPoolAllocator(turns, 1, "cpu")
     cache = MambaRadixCache(ledger, states := make_states(turns))
     key = np.arange(turns, dtype=np.int32)

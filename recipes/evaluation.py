@@ -1,0 +1,174 @@
+"""Evaluations on held-out problems, their figures, and the best of them."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memsaver.ops.hash import hash_text
+from recipes.config.models import EvalSection
+from recipes.errors import RecipeError
+from recipes.figures import by_function
+from recipes.rewards.runner import Rewards
+from recipes.sampling import Samples, answer
+from recipes.setup.preparation import Setup
+from recipes.tasks import Problem, Score, Task
+from rollout import Rollout, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Answers to the problems of all sets, under one version of the weights.
+
+    Attributes:
+        row: Figures, for metrics.jsonl.
+        samples: The answers; those to one problem are adjacent.
+        scores: Score of each answer.
+    """
+
+    row: dict[str, Any]
+    samples: Samples
+    scores: list[Score]
+
+
+def evaluate(rollout: Rollout, setup: Setup, rewards: Rewards) -> Evaluation:
+    """Answer the same problems as every evaluation of the run, with the same seeds."""
+    recipe, sets = setup.recipe, problem_sets(setup)
+    prompts: list[tuple[Task, Problem]] = []
+    for task, problems in sets:
+        prompts += ((task, problem) for problem in problems)
+    params = [
+        SamplingParams(
+            max_tokens=recipe.sampling.max_tokens,
+            temperature=recipe.eval.temperature,
+            n=recipe.eval.samples,
+            seed=evaluation_seed(recipe.seed, task, problem),
+        )
+        for task, problem in prompts
+    ]
+    samples = answer(rollout, setup, prompts, params)
+    scores = rewards.submit(samples.answers())()
+    row: dict[str, Any] = {}
+    begin = 0
+    for suffix, (_, problems) in zip(suffixes(sets), sets, strict=True):
+        end = begin + len(problems) * recipe.eval.samples
+        figures = figures_of(samples, scores, slice(begin, end), recipe.eval.samples)
+        row |= {name + suffix: value for name, value in figures.items()}
+        begin = end
+    return Evaluation(row=row, samples=samples, scores=scores)
+
+
+def problem_sets(setup: Setup) -> list[tuple[Task, Sequence[Problem]]]:
+    """Return the sets that have problems to evaluate on, each with its first `eval.problems`."""
+    count = setup.recipe.eval.problems
+    return [(task, task.held_out[:count]) for task in setup.tasks.all if task.held_out]
+
+
+def suffixes(sets: Sequence[tuple[Task, Any]]) -> list[str]:
+    """Return the endings of the figures' names by set, of which the first is empty."""
+    return ["", *(f"_{task.name}" for task, _ in sets[1:])]
+
+
+def evaluation_seed(seed: int, task: Task, problem: Problem) -> int:
+    """Return a seed below 2**63 for the answers to one problem, the same in every evaluation."""
+    return hash_text(f"{seed}/evaluation/{task.name}/{problem.text}") >> 1
+
+
+def figures_of(
+    samples: Samples, scores: Sequence[Score], part: slice, count: int
+) -> dict[str, Any]:
+    """Return the figures of one set.
+
+    Args:
+        samples: All answers of the evaluation.
+        scores: Their scores.
+        part: The set's answers among them.
+        count: Answers to each problem.
+
+    Returns:
+        The figures by name. An answer without a reward is no exact match and has no part in the
+        mean reward, which is missing if no answer has one.
+    """
+    scores = scores[part]
+    exact = [score.exact and score.reward is not None for score in scores]
+    rewards = [score.reward for score in scores if score.reward is not None]
+    row: dict[str, Any] = {"exact_match": statistics.fmean(exact)}
+    row |= {"reward": statistics.fmean(rewards)} if rewards else {}
+    if functions := by_function(scores):
+        row["rewards"] = functions
+    if count > 1:
+        right = [sum(exact[start : start + count]) for start in range(0, len(exact), count)]
+        row[f"avg@{count}"] = row["exact_match"]
+        for k in powers_of_two(count):
+            row[f"pass@{k}"] = statistics.fmean(pass_at(k, count, number) for number in right)
+    return {
+        **row,
+        "length": statistics.fmean(map(len, samples.response_ids[part])),
+        "cut_off": 1 - statistics.fmean(samples.ended[part]),
+        "problems": len(exact) // count,
+        "unscored": len(exact) - len(rewards),
+        "faults": sum(bool(score.fault) for score in scores),
+    }
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... below the limit, and the limit itself."""
+    return [*(1 << power for power in range((limit - 1).bit_length())), limit]
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Return the chance that at least one of k answers is right, if they are drawn from `count`.
+
+    This is the unbiased estimator 1 - C(count - right, k) / C(count, k) of Chen et al.,
+    "Evaluating Large Language Models Trained on Code" (2021).
+    """
+    return 1 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def check_best(setup: Setup) -> None:
+    """Refuse an `eval.best` that no evaluation of the run has, or that does not grow with quality.
+
+    Raises:
+        RecipeError: Lists the figures that `eval.best` may name.
+    """
+    section, sets = setup.recipe.eval, problem_sets(setup)
+    if not section.every or section.best is None:
+        return
+    names: list[str] = []
+    for suffix in suffixes(sets):
+        names += (name + suffix for name in _qualities(section))
+    if section.best not in names:
+        rule = "is no figure that evaluations of this run can improve"
+        raise RecipeError(f"eval.best={section.best}: {rule}; set one of {', '.join(names)}")
+
+
+def _qualities(section: EvalSection) -> list[str]:
+    """Return the figures of a set of which more is better."""
+    several = section.samples > 1
+    passes = [f"pass@{k}" for k in powers_of_two(section.samples)] if several else []
+    return ["exact_match", "reward", *([f"avg@{section.samples}"] if several else []), *passes]
+
+
+class Standing(NamedTuple):
+    """The best of a run's evaluations.
+
+    Attributes:
+        step: Updates before that evaluation.
+        value: Its value of the figure.
+        since: Number of evaluations after it, none of which was better.
+    """
+
+    step: int
+    value: float
+    since: int
+
+
+def standing(evaluations: Iterable[Mapping[str, Any]], figure: str | None) -> Standing | None:
+    """Return the first evaluation with the highest value; None if no row has the figure."""
+    rows = [row for row in evaluations if figure in row]
+    if figure is None or not rows:
+        return None
+    values = [row[figure] for row in rows]
+    place = values.index(max(values))
+    return Standing(rows[place]["step"], values[place], since=len(values) - 1 - place)

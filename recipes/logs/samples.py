@@ -1,0 +1,241 @@
+"""Answers on record: samples.jsonl of a run, and the command `memsaver samples`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from recipes.errors import RecipeError
+from recipes.logs.run_folder import SAMPLES, Row, check_holds_run, whole_rows
+
+FAULTY = 16  # further answers of a row that are recorded because they have a fault
+FEW = 4  # samples that the command prints by default
+LONGEST = 1000  # characters of one text in tables
+COLUMNS = ("set", "prompt", "answer", "completion", "reward", "exact", "finish_reason", "tokens")
+
+
+class AnswerGroup(NamedTuple):
+    """Answers to one prompt: their samples and scores, and their places in these."""
+
+    samples: Any  # recipes.sampling.Samples
+    scores: Sequence[Any]
+    places: list[int]
+
+    @property
+    def name(self) -> str:
+        return self.samples.tasks[self.places[0]].name
+
+
+def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: int) -> list[Row]:
+    """Return the samples of a row for samples.jsonl.
+
+    Whole groups are taken, from every set in turn. If a step has room for fewer groups than it has
+    sets, the step's number decides which set comes first. Answers with a fault are added.
+
+    Args:
+        batches: The row's answers (`recipes.sampling.Samples`) with their scores.
+        row: The row, of which kind and step are read.
+        limit: Largest number of answers; 0: none, not even faulty ones.
+
+    Returns:
+        Records that JSON can hold.
+    """
+    if not limit:
+        return []
+    groups = list(itertools.chain.from_iterable(itertools.starmap(groups_of, batches)))
+    chosen = _chosen(groups, limit, row["step"] if row["kind"] == "train" else 0)
+    # Version s of the weights has s - 1 updates.
+    version = row["step"] + (row["kind"] == "eval")
+    head = {"kind": row["kind"], "step": row["step"], "version": version}
+    return [{**head, **_record(groups[number], number, place)} for number, place in chosen]
+
+
+def groups_of(samples: Any, scores: Sequence[Any]) -> list[AnswerGroup]:
+    """Split answers into the groups of the same prompt, whose answers are adjacent."""
+    problems = samples.problems
+    runs = itertools.groupby(range(len(problems)), key=lambda place: id(problems[place]))
+    return [AnswerGroup(samples, scores, list(places)) for _, places in runs]
+
+
+def _chosen(groups: Sequence[AnswerGroup], limit: int, turn: int) -> list[tuple[int, int]]:
+    """Return the numbers of groups with the places of the answers to record, in their order."""
+    by_set: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        by_set.setdefault(group.name, []).append(number)
+    names = sorted(by_set)
+    first = turn % max(1, len(names))
+    turns = itertools.zip_longest(*(by_set[name] for name in names[first:] + names[:first]))
+    chosen: list[tuple[int, int]] = []
+    for number in (number for number in itertools.chain(*turns) if number is not None):
+        places = groups[number].places
+        if chosen and len(chosen) + len(places) > limit:
+            break
+        chosen += [(number, place) for place in places[:limit]]
+    faulty: list[tuple[int, int]] = []
+    for number, group in enumerate(groups):
+        faulty += [(number, place) for place in group.places if group.scores[place].fault]
+    faulty = [answer for answer in faulty if answer not in chosen]
+    return sorted(chosen + faulty[:FAULTY])
+
+
+def _record(group: AnswerGroup, number: int, place: int) -> Row:
+    samples, score = group.samples, group.scores[place]
+    problem = samples.problems[place]
+    return {
+        "set": group.name,
+        "group": number,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "completion": samples.texts[place],
+        "reward": score.reward,
+        "exact": score.exact,
+        "figures": dict(score.figures),
+        "fault": score.fault,
+        "finish_reason": "stop" if samples.ended[place] else "length",
+        "tokens": len(samples.response_ids[place]),
+    }
+
+
+def read_samples(folder: Path) -> list[Row]:
+    """Return the samples of the rows that metrics.jsonl has; skip the rest of a killed run."""
+    rows = {(row["kind"], row["step"]) for row in whole_rows(folder / "metrics.jsonl")}
+    samples = whole_rows(folder / SAMPLES)
+    return [sample for sample in samples if (sample["kind"], sample["step"]) in rows]
+
+
+def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a prompt as one text, the messages of a chat below each other with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def cells(sample: Mapping[str, Any]) -> list[Any]:
+    """Return the cells of a sample in a table with `COLUMNS`."""
+    return [text_of(sample[key]) if key == "prompt" else sample[key] for key in COLUMNS]
+
+
+def printable(text: str) -> str:
+    """Return a text with the characters escaped that could steer a terminal; line ends stay."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
+    )
+
+
+def cut(text: str) -> str:
+    """Return a text for a table, cut to `LONGEST` characters."""
+    more = len(text) - LONGEST
+    return text if more <= 0 else f"{text[:LONGEST]} ... {more} more characters"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def show_samples(run_dir: Path, arguments: Any, console: Console | None = None) -> None:
+    """Print samples of a run, by default the first ones of its newest row.
+
+    Args:
+        run_dir: Folder of the run.
+        arguments: The attributes kind, set, step, best, worst, count and json of the command line.
+        console: Where to print; by default to the standard output.
+
+    Raises:
+        RecipeError: The folder holds no run, no samples, or none of the given kind.
+    """
+    chosen, left = _asked(run_dir, arguments)
+    if arguments.json:
+        for sample in chosen:
+            print(json.dumps(sample))
+        return
+    console = console or Console()
+    for sample in chosen:
+        console.print(Text(printable(_head(sample)), "bold"))
+        console.print(_texts(sample))
+    if left:
+        console.print(
+            Text(f"{left} further samples of this row; --count 0 shows all, --json whole texts")
+        )
+
+
+def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
+    """Return the samples to show, and how many more answer the request."""
+    place = f"samples {run_dir}"
+    check_holds_run("samples", run_dir)
+    recorded = read_samples(run_dir)
+    if not recorded:
+        raise RecipeError(f"{place}: no sample is recorded yet; a run with samples=16 records them")
+    wanted = {"kind": arguments.kind, "set": arguments.set, "step": arguments.step}
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    samples = _matching(recorded, wanted)
+    if not samples:
+        asked = ", ".join(f"{key}={value}" for key, value in wanted.items())
+        raise RecipeError(f"{place}: no sample with {asked}; there are {_contents(recorded)}")
+    if arguments.step is None:
+        samples = _matching(samples, {key: samples[-1][key] for key in ("kind", "step")})
+    if count := arguments.best or arguments.worst:
+        samples.sort(key=_reward, reverse=bool(arguments.best))
+        return samples[:count], 0
+    count = arguments.count
+    if count is None:
+        count = 0 if arguments.json else FEW
+    count = count or len(samples)
+    return samples[:count], len(samples[count:])
+
+
+def _matching(samples: Sequence[Row], wanted: Mapping[str, Any]) -> list[Row]:
+    for key, value in wanted.items():
+        samples = [sample for sample in samples if sample[key] == value]
+    return list(samples)
+
+
+def _reward(sample: Row) -> float:
+    """Return the reward, or minus infinity for an answer without one."""
+    return -math.inf if sample["reward"] is None else sample["reward"]
+
+
+def _contents(samples: Sequence[Row]) -> str:
+    """Return which rows and sets have samples, in words."""
+    steps: dict[str, list[int]] = {}
+    for sample in samples:
+        steps.setdefault(sample["kind"], []).append(sample["step"])
+    rows = [f"kind={kind} of steps {min(n)} to {max(n)}" for kind, n in steps.items()]
+    sets = sorted({sample["set"] for sample in samples})
+    return f"{' and '.join(rows)}, of {', '.join(sets)}"
+
+
+def _head(sample: Row) -> str:
+    """Return a line with the figures of a sample."""
+    reward = sample["reward"]
+    parts = [
+        f"{sample['kind']} {sample['step']}",
+        sample["set"],
+        "no reward" if reward is None else f"reward {reward:.3g}",
+        *(["exact"] if sample["exact"] else []),
+        *(f"{name} {value:.3g}" for name, value in sample["figures"].items()),
+        f"{sample['tokens']} tokens, {sample['finish_reason']}",
+    ]
+    return " | ".join(parts)
+
+
+def _texts(sample: Row) -> Table:
+    texts = {
+        "prompt": text_of(sample["prompt"]),
+        "expected": sample["answer"],
+        "answer": sample["completion"],
+        "fault": sample["fault"],
+    }
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for name, text in texts.items():
+        if text or name == "answer":
+            grid.add_row(f"  {name}", Text(printable(cut(text))))
+    return grid

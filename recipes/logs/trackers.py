@@ -1,0 +1,369 @@
+"""Trackers, which receive figures and samples of a run.
+
+Each tracker uses its own library, which is imported on use. Projects, experiments, servers and keys
+come from the library's own settings, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from recipes.errors import RecipeError, one_line
+from recipes.logs.run_folder import numbers_of
+from recipes.logs.samples import COLUMNS, cells, cut
+from recipes.tasks.build import import_function
+
+Sample = Mapping[str, Any]
+"""A record of samples.jsonl."""
+
+PORT = 9464
+"""Default port of the tracker prometheus."""
+
+
+class Tracker:
+    """Receiver of a run's figures and samples; base class, whose methods do nothing.
+
+    The methods may raise any exception: a run then tells its user, and tries again later. A run
+    calls `log` and `table` in a thread, one at a time.
+
+    Attributes:
+        keeps: Whether logged figures outlive the process. If so, a resumed run does not log them
+            again.
+    """
+
+    keeps = True
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str | None:
+        """Begin a run, or continue an earlier one.
+
+        Args:
+            name: Name of the run.
+            folder: Folder of the run, for files of the tracker.
+            config: Settings of the run; values are plain data.
+            run_id: What `start` returned when the run began; None: the run is new.
+
+        Returns:
+            A text that identifies the run, with which another process can continue it.
+        """
+        return run_id
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Log figures.
+
+        Args:
+            figures: Numbers by name; parts of a name are separated by "/".
+            step: Step of the run.
+        """
+
+    def table(self, samples: Sequence[Sample], step: int) -> None:
+        """Log samples.
+
+        Args:
+            samples: Records as in samples.jsonl, all of one kind (train or eval).
+            step: Step of the run.
+        """
+
+    def close(self) -> None:
+        """Write all figures and end the run."""
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return all numbers of a row of metrics.jsonl by name, nested ones as `stages/update_actor`.
+
+    Names of an evaluation begin with `eval/`.
+    """
+    prefix = "eval/" if row["kind"] == "eval" else ""
+    return {prefix + name: value for name, value in numbers_of(row).items()}
+
+
+def markdown(samples: Sequence[Sample]) -> str:
+    """Return samples as a Markdown table, with long texts cut."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, samples)]
+    return "".join(f"| {' | '.join(map(_in_cell, line))} |\n" for line in lines)
+
+
+def _in_cell(value: Any) -> str:
+    text = "" if value is None else cut(str(value))
+    # No quotation by backquotes: a text of the model could end it.
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return text.replace("\n", "<br>")
+
+
+class TensorBoardTracker(Tracker):
+    """Event files in the folder `tensorboard` of the run."""
+
+    def __init__(self) -> None:
+        from torch.utils import tensorboard
+
+        self._library = tensorboard
+        self._folder = Path()
+        self._file: BinaryIO | None = None
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str | None:
+        self._folder = folder / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if run_id is None:
+            text = "".join(f"    {line}\n" for line in json.dumps(config, indent=2).splitlines())
+            self._add([self._text("recipe", text)], 0)
+        return self._folder.name
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # A single event for all figures: SummaryWriter.add_scalar takes 28 us for each of them.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._add(values, step)
+
+    def table(self, samples: Sequence[Sample], step: int) -> None:
+        self._add([self._text(f"samples/{samples[0]['kind']}", markdown(samples))], step)
+
+    def _text(self, tag: str, text: str) -> Any:
+        return self._library.summary.text(tag, text).value[0]
+
+    def _add(self, values: list[Any], step: int) -> None:
+        """Write an event; after a failure, such as a full disk, the next call begins a new file.
+
+        SummaryWriter would write in a thread, which prints a traceback when it fails.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        events = [Event(wall_time=time.time(), step=step, summary=Summary(value=values))]
+        if self._file is None:
+            events.insert(0, Event(wall_time=time.time(), file_version="brain.Event:2"))
+            name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}.{os.getpid()}"
+            self._file = open(self._folder / name, "xb")  # noqa: SIM115
+        try:
+            for event in events:
+                self._library.RecordWriter(self._file).write(event.SerializeToString())
+            self._file.flush()
+        except OSError:
+            self._file = None
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class WandbTracker(Tracker):
+    """Weights & Biases, or trackio or swanlab, which have its interface.
+
+    Args:
+        library: Name of the module.
+    """
+
+    def __init__(self, library: str) -> None:
+        self._name = library
+        self._library = importlib.import_module(library)
+        self._run: Any = None
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str | None:
+        own: dict[str, Any] = {}
+        if self._name == "wandb":
+            own["dir"] = os.environ.get("WANDB_DIR", str(folder))
+        if self._name == "trackio":  # identifies a run by its name
+            own["project"] = os.environ.get("TRACKIO_PROJECT", "memsaver")
+            name = run_id or name
+        elif run_id is not None:
+            own["id"] = run_id
+        resume = "never" if run_id is None else "allow"
+        self._run = self._library.init(name=name, config=dict(config), resume=resume, **own)
+        if self._name == "wandb":
+            # An evaluation after a resume may belong to an earlier step, which wandb's own counter
+            # of steps excludes.
+            self._run.define_metric("*", step_metric="step")
+        return str(self._run.name if self._name == "trackio" else self._run.id)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        self._log(figures, step)
+
+    def table(self, samples: Sequence[Sample], step: int) -> None:
+        if self._name == "swanlab":
+            table = self._library.Text(markdown(samples))
+        else:
+            data = [list(map(str, cells(sample))) for sample in samples]
+            table = self._library.Table(columns=list(COLUMNS), data=data)
+        self._log({f"samples/{samples[0]['kind']}": table}, step)
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        if self._name == "wandb":
+            self._run.log({**values, "step": step})
+        else:
+            self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MlflowTracker(Tracker):
+    """MLflow; tables are artifacts `samples/KIND-STEP.jsonl`."""
+
+    def __init__(self) -> None:
+        import mlflow
+
+        self._library = mlflow
+        self._client: Any = None
+        self._id = ""
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str | None:
+        with self._library.start_run(run_id=run_id, run_name=name) as run:
+            self._id = str(run.info.run_id)
+            if run_id is None:  # A parameter of a run can be set once.
+                self._library.log_params({key: str(value)[:500] for key, value in _flat(config)})
+        # The library's active run belongs to this thread; other threads use a client.
+        self._client = self._library.MlflowClient()
+        self._client.update_run(self._id, status="RUNNING")
+        return self._id
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        metric, now = self._library.entities.Metric, int(1000 * time.time())
+        metrics = [
+            metric(re.sub(r"[^\w\-./ ]", "_", name), value, now, step)
+            for name, value in figures.items()
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def table(self, samples: Sequence[Sample], step: int) -> None:
+        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+        self._client.log_text(self._id, lines, f"samples/{samples[0]['kind']}-{step}.jsonl")
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+
+
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from ((f"{key}.{inner}", last) for inner, last in _flat(value))
+        else:
+            yield key, value
+
+
+class PrometheusTracker(Tracker):
+    """Gauges of the newest figures, served on a port of all network interfaces.
+
+    Args:
+        port: Port of the HTTP server.
+    """
+
+    keeps = False
+
+    def __init__(self, port: int = PORT) -> None:
+        import prometheus_client
+
+        self._library = prometheus_client
+        self._port = port
+        self._figures: dict[str, float] = {}
+        self._server: Any = None
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str | None:
+        registry = self._library.CollectorRegistry()
+        registry.register(self)
+        self._server, _ = self._library.start_http_server(self._port, registry=registry)
+        return None
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        self._figures = {**self._figures, **figures, "step": step}
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the newest figures as gauges; prometheus_client calls this for every scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        families = {
+            "stages": ("memsaver_run_stage_seconds", "Seconds of a stage", ["stage"]),
+            "memory": ("memsaver_run_tag_bytes", "Bytes of a tag by phase", ["phase", "tag"]),
+            "": ("memsaver_run_figure", "Figure of the newest step or evaluation", ["name"]),
+        }
+        gauges = {
+            part: GaugeMetricFamily(name, text, labels=labels)
+            for part, (name, text, labels) in families.items()
+        }
+        for name, value in self._figures.items():
+            part, _, rest = name.partition("/")
+            if part in families:
+                labels = rest.split("/", len(families[part][2]) - 1)
+                gauges[part].add_metric(labels, value)
+            else:
+                gauges[""].add_metric([name], value)
+        yield from gauges.values()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+PACKAGED: dict[str, Callable[[], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": partial(WandbTracker, "wandb"),
+    "trackio": partial(WandbTracker, "trackio"),
+    "swanlab": partial(WandbTracker, "swanlab"),
+    "mlflow": MlflowTracker,
+    "prometheus": PrometheusTracker,
+}
+INSTALL = {"prometheus": "prometheus-client"}
+
+
+def make_tracker(name: str) -> Tracker:
+    """Make a tracker, which has not been started.
+
+    Args:
+        name: As in the key `trackers`: tensorboard, wandb, trackio, swanlab, mlflow, prometheus,
+            prometheus:PORT, or package.module:function, a function that returns a tracker.
+
+    Returns:
+        The tracker.
+
+    Raises:
+        RecipeError: The name is unknown, or the library is missing.
+    """
+    key, (kind, _, rest) = f"trackers={name}", name.partition(":")
+    if kind == "prometheus" and rest.isdecimal() and 0 < int(rest) < 2**16:
+        make: Callable[[], Tracker] = partial(PrometheusTracker, int(rest))
+    elif name in PACKAGED:
+        make = PACKAGED[name]
+    elif kind not in PACKAGED and rest.isidentifier():
+        return _custom(key, name)
+    else:
+        rule = f"must be one of {', '.join(PACKAGED)}, prometheus:PORT, or package.module:function"
+        raise RecipeError(f"{key}: {rule}")
+    try:
+        return make()
+    except ImportError as error:
+        install = f"pip install {INSTALL.get(kind, kind)}"
+        raise RecipeError(f"{key}: {one_line(error)}; run: {install}") from None
+
+
+def _custom(key: str, name: str) -> Tracker:
+    function = import_function(key, name)
+    try:
+        tracker = function()
+    except (Exception, SystemExit) as error:
+        rule = f"raised {type(error).__name__}: {one_line(error)}"
+        raise RecipeError(f"{key}: {rule}; correct it (--verbose shows where)") from error
+    if not isinstance(tracker, Tracker):
+        rule = f"returned a {type(tracker).__name__}; return a recipes.logs.trackers.Tracker"
+        raise RecipeError(f"{key}: {rule}")
+    return tracker

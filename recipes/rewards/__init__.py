@@ -1,0 +1,9 @@
+"""Rewards of answers: reward functions, their calls in worker processes, and their failures.
+
+Importing this package imports no torch, so worker processes and loops of your own start fast.
+"""
+
+from recipes.rewards.runner import Answer, Rewards, RewardSet
+from recipes.rewards.score import Score
+
+__all__ = ["Answer", "RewardSet", "Rewards", "Score"]

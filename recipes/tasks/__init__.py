@@ -1,0 +1,13 @@
+"""Tasks of a run: problems, their split into training and evaluation, and their scores.
+
+`task.name=package.module:function` names a custom task: `function(section)` gets the recipe's
+section of this set of problems and returns a `Task`; `split` divides its problems.
+
+Importing this package imports no torch, so worker processes with a custom task start fast.
+"""
+
+from recipes.tasks.build import make_task, make_tasks
+from recipes.tasks.problem import Problem, Score, Task, Tasks
+from recipes.tasks.split import is_held_out, split
+
+__all__ = ["Problem", "Score", "Task", "Tasks", "is_held_out", "make_task", "make_tasks", "split"]

@@ -1,0 +1,124 @@
+"""Tasks of a recipe from their sources: packaged, generated, read from files, or custom."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recipes.config.models import ProblemSection, TaskSection, sets_by_key
+from recipes.errors import RecipeError, one_line
+from recipes.importing import import_function
+from recipes.tasks.files import read_file
+from recipes.tasks.gym import PREFIX, reasoning_gym
+from recipes.tasks.problem import Problem, Task, Tasks
+from recipes.tasks.scoring import reward_set
+from recipes.tasks.split import hash_text
+from recipes.tasks.toy import toy
+
+
+def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tasks:
+    """Build the tasks of a recipe.
+
+    A problem that one set holds out, or that is only evaluated, is left out of the training
+    problems of all other sets.
+
+    Args:
+        section: The recipe's task section.
+        sets: Sets that are only evaluated (`eval.sets`).
+
+    Returns:
+        The sets, each with its name and weight.
+
+    Raises:
+        RecipeError: A set cannot be built, or has no problem to train or to evaluate on.
+    """
+    sections = sets_by_key(section, sets)
+    built = [make_task(part, key) for key, part in sections.items()]
+    count = 1 + len(section.mixture)
+    evaluated = tuple(map(_evaluated_only, built[count:]))
+    trained = tuple(
+        _without_held_out(task, [*built[:index], *built[index + 1 : count], *evaluated])
+        for index, task in enumerate(built[:count])
+    )
+    tasks = Tasks(trained=trained, evaluated=evaluated)
+    for (key, part), task in zip(sections.items(), tasks.all, strict=True):
+        fraction = f"{key}.held_out_fraction"
+        must = (task.train, task.held_out if part.held_out_fraction else task.train)
+        if task in trained and not all(must):
+            setting = f"{fraction}={part.held_out_fraction}"
+            other = 0.2 if part.held_out_fraction > 0.2 else 0.5
+            raise no_problem(task, setting, f"set {fraction}={other}, or name more data")
+    return tasks
+
+
+def make_task(section: ProblemSection, key: str = "task") -> Task:
+    """Build one set of problems.
+
+    Args:
+        section: The set's section of the recipe.
+        key: Key of the section, for messages.
+
+    Returns:
+        The set with its name, weight and rewards.
+
+    Raises:
+        RecipeError: The set cannot be built.
+    """
+    task = source_of(section, key)
+    source = f"name={section.name}" if section.data is None else f"data={section.data}"
+    return replace(
+        task,
+        name=section.set_name,
+        weight=section.weight,
+        source=f"{key}.{source}",
+        rewards=reward_set(section, task.score, source_of, key),
+    )
+
+
+def source_of(section: ProblemSection, key: str = "task") -> Task:
+    """Return the problems of a section and their own scorer; messages name the section's `key`."""
+    if section.name == "toy":
+        return toy(section, key)
+    if section.name == "file":
+        return read_file(section, key)
+    if section.name.startswith(PREFIX):
+        return reasoning_gym(section, key)
+    return custom_task(section, key)
+
+
+def _evaluated_only(task: Task) -> Task:
+    """Return the set with all problems held out, in an arbitrary order."""
+    problems = sorted(task.problems(), key=lambda problem: hash_text(problem.text))
+    return replace(task, train=(), held_out=tuple(problems))
+
+
+def _without_held_out(task: Task, others: Sequence[Task]) -> Task:
+    problems: list[Problem] = []
+    for other in others:
+        problems += other.held_out
+    held_out = {problem.text for problem in problems}
+    return task.without(held_out, "that another set holds out", held_out=False)
+
+
+def no_problem(task: Task, setting: str, remedy: str) -> RecipeError:
+    """Return the error of a setting that leaves a side of a set without problems."""
+    empty = "evaluation" if task.train else "training"
+    counts = f" ({', '.join(task.left_out)} left out)" if task.left_out else ""
+    return RecipeError(f"{setting}: leaves no problem for {empty} of {task.name}{counts}; {remedy}")
+
+
+def custom_task(section: ProblemSection, place: str) -> Task:
+    """Return the task of `module:function`, also from a module in the working directory."""
+    key = f"{place}.name={section.name}"
+    function = import_function(key, section.name)
+    try:
+        task = function(section)
+        if isinstance(task, Task):
+            task = replace(task, train=tuple(task.train), held_out=tuple(task.held_out))
+    except (Exception, SystemExit) as error:
+        rule = f"raised {type(error).__name__}: {one_line(error)}"
+        raise RecipeError(f"{key}: {rule}; correct it (--verbose shows where)") from error
+    if not isinstance(task, Task):
+        raise RecipeError(f"{key}: returned a {type(task).__name__}; return a recipes.tasks.Task")
+    if others := [item for item in task.problems() if not isinstance(item, Problem)]:
+        rule = f"has a {type(others[0]).__name__} among its problems; use recipes.tasks.Problem"
+        raise RecipeError(f"{key}: {rule}")
+    return task

@@ -1,0 +1,144 @@
+"""Problems and tasks: what sources of problems build."""
+
+import json
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from recipes.errors import shown
+from recipes.rewards import RewardSet, Score
+
+Message = Mapping[str, Any]
+"""One turn of a chat, with the keys role and content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A prompt, the expected answer, and the other columns of its row.
+
+    Attributes:
+        prompt: The user's turn as text, or the messages of a chat.
+        answer: Expected answer, which only scorers and reward functions read.
+        columns: Other columns of the row by name, for reward functions.
+
+    Raises:
+        TypeError: The prompt is neither text nor messages, or the answer is no text.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str) and not (
+            isinstance(self.prompt, tuple) and all("content" in turn for turn in self.prompt)
+        ):
+            wanted = "neither text nor a tuple of messages with role and content"
+            raise TypeError(f"prompt={shown(repr(self.prompt), 40)} is {wanted}")
+        if not isinstance(self.answer, str):
+            raise TypeError(f"answer={shown(repr(self.answer), 40)} is no text")
+
+    @property
+    def text(self) -> str:
+        """Return the prompt as one text, which identifies the problem."""
+        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words of prompt and answer, split at whitespace."""
+        turns = (
+            [self.prompt] if isinstance(self.prompt, str) else [m["content"] for m in self.prompt]
+        )
+        return " ".join([*turns, self.answer]).split()
+
+
+# Takes the problem, the answer's text, and whether the answer ended by the end token. A number
+# instead of a Score is a reward.
+Scorer = Callable[[Problem, str, bool], Score | float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One set of problems to train and to evaluate on, and the scorer of their answers.
+
+    An evaluation takes the first `eval.problems` of the held-out problems, so their order should be
+    arbitrary, as `split` makes it.
+
+    Attributes:
+        name: Name of the set in figures.
+        train: Problems to train on; empty: the set is only evaluated.
+        held_out: Problems to evaluate on.
+        score: Scorer of an answer.
+        weight: Share of the prompts that come from this set, relative to other sets' weights.
+        words: Words for the tokenizer of a random model; empty: the words of prompts and answers.
+        source: Key and value that name the source, for messages.
+        left_out: Problems of the source that the set leaves out: their number and the reason.
+        rewards: Reward functions of the answers, which `make_task` sets; None: the scorer, called
+            in the process of the command.
+    """
+
+    name: str
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    score: Scorer
+    weight: float = 1.0
+    words: tuple[str, ...] = ()
+    source: str = "task.name"
+    left_out: tuple[str, ...] = ()
+    rewards: RewardSet | None = None
+
+    def problems(self) -> tuple[Problem, ...]:
+        return (*self.train, *self.held_out)
+
+    def summary(self) -> str:
+        """Return name, numbers of problems and omissions on one line."""
+        sides = [f"{len(self.train)} to train"] * bool(self.train)
+        sides += [f"{len(self.held_out)} held out"] * bool(self.held_out)
+        left_out = [f"left out: {', '.join(self.left_out)}"] * bool(self.left_out)
+        return f"{self.name} ({'; '.join([', '.join(sides), *left_out])})"
+
+    def without(self, left_out: Container[str], why: str, held_out: bool = True) -> "Task":
+        """Return the set without the problems of some texts, and note their number with the reason.
+
+        Without `held_out`, the held-out problems remain.
+        """
+
+        def kept(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+            return tuple(problem for problem in problems if problem.text not in left_out)
+
+        rest = replace(self, train=kept(self.train))
+        rest = replace(rest, held_out=kept(self.held_out)) if held_out else rest
+        if not (count := len(self.problems()) - len(rest.problems())):
+            return self
+        return replace(rest, left_out=(*self.left_out, f"{count} {why}"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """The sets of problems of a run; their names differ.
+
+    Attributes:
+        trained: Sets to train and to evaluate on, the recipe's own set first.
+        evaluated: Sets that are only evaluated (`eval.sets`).
+    """
+
+    trained: tuple[Task, ...]
+    evaluated: tuple[Task, ...] = ()
+
+    @property
+    def all(self) -> tuple[Task, ...]:
+        return (*self.trained, *self.evaluated)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the words of all sets, each once."""
+        words: dict[str, None] = {}
+        for task in self.all:
+            own = chain.from_iterable(problem.words for problem in task.problems())
+            words |= dict.fromkeys(task.words or own)
+        return tuple(words)
+
+    def problems(self) -> Iterator[Problem]:
+        for task in self.all:
+            yield from task.problems()

@@ -1,0 +1,562 @@
+"""Trackers: names, what the libraries get, and delivery of every row exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import recipes
+from recipes.cli import main
+from recipes.logs import delivery
+from recipes.logs.delivery import Trackers
+from recipes.logs.run_folder import RunFolder, new_folder, whole_rows
+from recipes.logs.samples import read_samples
+from recipes.logs.trackers import TensorBoardTracker, Tracker, figures_of, make_tracker, markdown
+from recipes.run import continue_run
+from tests.helpers.ray_cluster import until
+from tests.helpers.recipes.run_folders import eval_row, train_row
+from tests.helpers.recipes.tiny_runs import SMALL, rows
+
+ROOT = Path(__file__).parents[2]
+ROWS = [eval_row(0, 0.0), train_row(1), train_row(2), eval_row(2, 0.5), train_row(3)]
+SAMPLE = {
+    "kind": "eval", "step": 0, "set": "toy", "prompt": "first of a b", "answer": "a",
+    "completion": "b | <script>\nb", "reward": 0.0, "exact": False, "finish_reason": "stop",
+    "tokens": 2,
+}  # fmt: skip
+
+
+class Memory(Tracker):
+    """Tracker that remembers its calls; `fail` may raise before a call is remembered."""
+
+    def __init__(self, fail: Callable[[int], None] = lambda step: None) -> None:
+        self.fail = fail
+        self.begun: list[str | None] = []
+        self.logged: list[tuple[int, list[str]]] = []
+        self.tables: list[tuple[int, int]] = []
+        self.closed = 0
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str | None:
+        self.begun.append(run_id)
+        return run_id or f"{name}'s own"
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        self.fail(step)
+        self.logged.append((step, list(figures)))
+
+    def table(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
+        self.tables.append((step, len(samples)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def places(self) -> list[tuple[int, bool]]:
+        return [(step, names[0].startswith("eval/")) for step, names in self.logged]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tracker], list[str]]:
+    """Make the recipe's tracker `mine:make` the given one, and pauses between attempts short."""
+    monkeypatch.setattr(delivery, "LONGEST_PAUSE", 0.001)
+
+    def put(tracker: Tracker) -> list[str]:
+        module = SimpleNamespace(make=lambda: tracker)
+        monkeypatch.setitem(sys.modules, "mine", module)  # type: ignore[arg-type]
+        return ["mine:make"]
+
+    return put
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandbb", "must be one of tensorboard, wandb, trackio, .*, or package.module:function"),
+        ("prometheus:port", "prometheus:PORT"),
+        ("prometheus:70000", "prometheus:PORT"),
+        ("nowhere:make", "cannot import nowhere: .*; run in the folder of the module"),
+        ("json:dumps", "raised TypeError: .*; correct it"),
+        ("builtins:list", "returned a list; return a recipes.logs.trackers.Tracker"),
+        ("trackio", "No module named 'trackio'; run: pip install trackio"),
+    ],
+)
+def test_wrong_tracker_is_refused_before_anything_is_written(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(recipes.RecipeError, match=f"^trackers={name}: .*{message}"):
+        make_tracker(name)
+    words = ["run", "tiny", f"trackers=[{name}]", "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 2 and not (tmp_path / "run").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_missing_library_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, package in {"tensorboard": "tensorboard", "prometheus": "prometheus-client"}.items():
+        monkeypatch.delattr("torch.utils.tensorboard", raising=False)
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        monkeypatch.setitem(sys.modules, "prometheus_client", None)
+        with pytest.raises(recipes.RecipeError, match=f"; run: pip install {package}$"):
+            make_tracker(name)
+
+
+def test_tracker_that_cannot_start_leaves_no_folder_and_closes_the_others(
+    use: Any, tmp_path: Path
+) -> None:
+    refuses, other = Memory(), Memory()
+    refuses.start = lambda *_: 1 / 0  # type: ignore[method-assign]
+    use(refuses)
+    sys.modules["mine"].other = lambda: other  # type: ignore[attr-defined]
+    rule = "cannot start: ZeroDivisionError: division by zero; correct that, or drop it"
+    with pytest.raises(recipes.RecipeError, match=f"^trackers=mine:make: {rule}"):
+        with (
+            new_folder(tmp_path / "run", "tiny") as path,
+            Trackers(["mine:other", "mine:make"]) as t,
+        ):
+            t.start(path, {})
+    assert other.closed == 1 and not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- what trackers get
+
+
+def test_figures_are_all_numbers_of_a_row_by_path() -> None:
+    row = train_row(3, sync={"seconds": 0.5}, reward=None, note="x", peaks={"a": {"b[0]": 7}})
+    figures = figures_of(row)
+    assert figures["stages/update_actor"] == 0.24 and figures["sync/seconds"] == 0.5
+    assert figures["peaks/a/b[0]"] == 7.0 and figures["exact_match"] == pytest.approx(0.15)
+    assert not {"step", "kind", "reward", "note"} & set(figures)
+    assert figures_of(eval_row(2, 0.5)) == {"eval/exact_match": 0.5, "eval/problems": 16.0}
+
+
+def test_markdown_of_samples_keeps_its_cells_and_starts_no_tag() -> None:
+    head, line, row = markdown([SAMPLE]).splitlines()
+    assert head.count("|") == line.count("|") == row.replace("\\|", "").count("|")
+    assert "b \\| &lt;script><br>b" in row
+
+
+def deliver(folder: Path, names: list[str], session: Sequence[Mapping[str, Any]] = ROWS) -> None:
+    """Deliver rows to trackers as a run does, with a sample for each evaluation."""
+    with Trackers(names) as trackers:
+        trackers.start(folder, {"model": {"shape": None}, "steps": 3, "words": ["a", "b"]})
+        for row in session:
+            sample = {**SAMPLE, "step": row["step"]}
+            trackers.add(dict(row), [sample] if row["kind"] == "eval" else [])
+
+
+def test_tensorboard_reads_back_every_figure_once_over_two_sessions(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    deliver(tmp_path, ["tensorboard"], ROWS[:3])
+    deliver(tmp_path, ["tensorboard"], ROWS[1:])
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward")] == [
+        (1, 0.1), (2, 0.2), (3, 0.3),
+    ]  # fmt: skip
+    assert [e.step for e in events.Scalars("eval/exact_match")] == [0, 2]
+    assert [e.step for e in events.Scalars("stages/update_actor")] == [1, 2, 3]
+    tables = events.Tensors("samples/eval/text_summary")
+    assert [e.step for e in tables] == [0, 2]
+    assert b"first of a b" in tables[0].tensor_proto.string_val[0]
+    recipe = events.Tensors("recipe/text_summary")
+    assert len(recipe) == 1 and b'"steps": 3' in recipe[0].tensor_proto.string_val[0]
+
+
+def test_tensorboard_begins_a_new_file_after_a_full_disk(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker()
+    tracker.start("run", tmp_path, {})
+    tracker.log({"reward": 1.0}, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError):
+                tracker.log({"reward": 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tracker.log({"reward": 2.0}, 2)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1, 2]
+
+
+def log_records(data: bytes, begin: int) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format, whose blocks have 32 KiB."""
+    at, record = 0, b""
+    while at < len(data):
+        if (left := -(at + begin) % 2**15) and left < 7:  # the rest of a block is padding
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part
+            yield record
+            record = b""
+
+
+def test_wandb_gets_rows_of_two_sessions_under_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read the files of the real library in its offline mode."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    variables = {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "PROJECT": "mine"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    deliver(tmp_path, ["wandb"], ROWS[:3])
+    # Two offline sessions of one second would share their folder.
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "z"))
+    (tmp_path / "z").mkdir()
+    deliver(tmp_path, ["wandb"], ROWS[2:])
+
+    def records() -> list[Any]:
+        """Read the records of both sessions; the library ends to write after it returns."""
+        files = [file.read_bytes() for file in sorted(tmp_path.glob("**/offline-run-*/*.wandb"))]
+        parts = [map(Record.FromString, log_records(data[7:], 7)) for data in files]
+        return list(itertools.chain.from_iterable(parts))
+
+    def kinds() -> list[str]:
+        return [record.WhichOneof("record_type") for record in records()]
+
+    until(lambda: kinds().count("exit") == 2)
+    steps: dict[str, list[str]] = {"reward": [], "eval/exact_match": [], "samples/eval": []}
+    for record in records():
+        items = {[*item.nested_key, item.key][0]: item for item in record.history.item}
+        for name in steps.keys() & items.keys():
+            steps[name].append(items["step"].value_json)
+    assert steps == {
+        "reward": ["1", "2", "3"], "eval/exact_match": ["0", "2"], "samples/eval": ["0", "2"],
+    }  # fmt: skip
+    runs = [record.run for record in records() if record.WhichOneof("record_type") == "run"]
+    assert {(run.project, run.display_name) for run in runs} == {("mine", tmp_path.name)}
+    (run_id,) = {run.run_id for run in runs}
+    assert {"tracker": "wandb", "run_id": run_id} in whole_rows(tmp_path / "trackers.jsonl")
+
+
+def test_mlflow_gets_rows_of_two_sessions_under_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use a store of files, which needs no server and no database."""
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    first = {**ROWS[1], "peaks": {"sync": {"trainer[0]": 7}}}
+    deliver(tmp_path, ["mlflow"], [ROWS[0], first, ROWS[2]])
+    deliver(tmp_path, ["mlflow"], ROWS)
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("mine")
+    (run,) = client.search_runs([experiment.experiment_id])
+
+    def steps(name: str) -> list[int]:
+        return [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
+
+    assert steps("reward") == [1, 2, 3] and steps("eval/exact_match") == [0, 2]
+    assert steps("peaks/sync/trainer_0_") == [1]
+    assert run.info.status == "FINISHED" and run.info.run_name == tmp_path.name
+    assert run.data.params == {"model.shape": "None", "steps": "3", "words": "['a', 'b']"}
+    files = [item.path for item in client.list_artifacts(run.info.run_id, "samples")]
+    assert files == ["samples/eval-0.jsonl", "samples/eval-2.jsonl"]
+
+
+class LikeWandb:
+    """Module with the parts of trackio 0.43 and swanlab 0.10 that are used, as they declare them.
+
+    Neither is installed for tests, because both would bring a whole server or client.
+    """
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logs: list[tuple[dict[str, Any], int]] = []
+        self.finished = 0
+
+    def trackio(
+        self, project: str, name: str | None = None, config: Any = None, resume: str = "never"
+    ) -> Any:
+        return self._run(project=project, name=name, config=config, resume=resume)
+
+    def swanlab(
+        self, *, name: str | None = None, id: Any = None, resume: Any = None, config: Any = None
+    ) -> Any:
+        return self._run(name=name, id=id, config=config, resume=resume)
+
+    def _run(self, **given: Any) -> Any:
+        self.inits.append(given)
+        run_id = given.get("id") or "drawn"
+        return SimpleNamespace(id=run_id, name=given["name"], log=self.log, finish=self.finish)
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        assert step is not None
+        self.logs.append((metrics, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def Table(self, *, columns: list[str], data: list[list[str]]) -> Any:
+        return [columns, data]
+
+    def Text(self, text: str) -> str:
+        return text
+
+
+@pytest.mark.parametrize("library", ["trackio", "swanlab"])
+def test_libraries_with_the_interface_of_wandb_continue_their_run(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = LikeWandb()
+    module.init = getattr(module, library)
+    monkeypatch.setitem(sys.modules, library, module)
+    deliver(tmp_path, [library], ROWS[:3])
+    deliver(tmp_path, [library], ROWS)
+    new, continued = module.inits
+    assert (new["resume"], continued["resume"]) == ("never", "allow")
+    if library == "swanlab":
+        assert (new["id"], continued["id"]) == (None, "drawn")
+    else:
+        assert new["project"] == "memsaver" and new["name"] == continued["name"] == tmp_path.name
+    steps = [(step, "reward" in metrics) for metrics, step in module.logs]
+    assert [step for step, is_train in steps if is_train] == [1, 2, 3]
+    tables = [metrics for metrics, _ in module.logs if "samples/eval" in metrics]
+    assert len(tables) == 2 and "first of a b" in str(tables[0]) and module.finished == 2
+
+
+def test_prometheus_serves_the_newest_figures_of_a_run(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    page = f"http://localhost:{port}/metrics"
+    with Trackers([f"prometheus:{port}"]) as trackers:
+        trackers.start(tmp_path, {})
+        for row in ROWS:
+            memory = {"train": {"params": 8.0 * row["step"]}, "rollout": {"kv_cache:discard": 4}}
+            trackers.add({**row, "memory": memory} if row["kind"] == "train" else row)
+
+        def scrape() -> dict[tuple[str, ...], float]:
+            with urllib.request.urlopen(page) as answer:
+                families = [*text_string_to_metric_families(answer.read().decode())]
+            samples = [sample for family in families for sample in family.samples]
+            return {(s.name, *s.labels.values()): s.value for s in samples}
+
+        until(lambda: scrape().get(("memsaver_run_figure", "step")) == 3)
+        gauges = scrape()
+        with pytest.raises(recipes.RecipeError, match=f"prometheus:{port}: cannot start: OSError"):
+            make = Trackers([f"prometheus:{port}"])
+            make.start(tmp_path, {})
+    assert gauges["memsaver_run_figure", "reward"] == pytest.approx(0.3)
+    assert gauges["memsaver_run_figure", "eval/exact_match"] == 0.5
+    assert gauges["memsaver_run_stage_seconds", "update_actor"] == 0.24
+    assert gauges["memsaver_run_tag_bytes", "train", "params"] == 24.0
+    with pytest.raises(OSError):
+        urllib.request.urlopen(page)
+    assert whole_rows(tmp_path / "trackers.jsonl") == []
+
+
+# ---------------------------------------------------------------- delivery
+
+
+def test_rows_that_fail_are_tried_again_and_nothing_is_delivered_twice(
+    use: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = iter([OSError("network\nis down")] * 3)
+
+    def fail(step: int) -> None:
+        for error in failing:
+            raise error
+
+    memory = Memory(fail)
+    names = use(memory)
+    with Trackers(names) as trackers:
+        trackers.start(tmp_path, {})
+        told = []
+        for row in ROWS:
+            told += trackers.add(row, [SAMPLE])
+        until(lambda: len(memory.tables) == len(ROWS))
+    lines = [*told, *capsys.readouterr().out.splitlines()]
+    cause = "tracker mine:make: OSError: network is down; the run continues, and tries again"
+    assert lines == [cause, "tracker mine:make: works again"]
+    assert memory.places() == [(row["step"], row["kind"] == "eval") for row in ROWS]
+    assert memory.closed == 1
+
+
+def test_row_that_never_succeeds_is_left_out_and_counted(
+    use: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(step: int) -> None:
+        if step == 1:
+            raise KeyError("step 1")
+
+    memory = Memory(fail)
+    names = use(memory)
+    with Trackers(names) as trackers:
+        trackers.start(tmp_path, {})
+        for row in ROWS:
+            trackers.add(row)
+        until(lambda: len(memory.logged) == len(ROWS) - 1)
+    assert [step for step, _ in memory.logged] == [0, 2, 2, 3]
+    assert "tracker mine:make: 1 rows were not delivered\n" in capsys.readouterr().out
+
+
+def test_hanging_tracker_ends_the_run_late_but_surely(
+    use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(delivery, "GRACE", 0.1)
+    monkeypatch.setattr(delivery, "MOST_WAITING", 3)
+    deliver(tmp_path, use(Memory(lambda step: release.wait(60) and None)))
+    release.set()
+    text = capsys.readouterr().out
+    assert "tracker mine:make: does not answer for 0 s\n" in text
+    assert "tracker mine:make: 5 rows were not delivered; --resume delivers the last 3\n" in text
+
+
+def test_command_ends_although_the_library_of_a_hanging_tracker_has_a_busy_pool() -> None:
+    code = """if True:
+        import sys, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from recipes.cli import main
+        pool = ThreadPoolExecutor(1)
+        def hang():
+            pool.submit(threading.Event().wait).result()
+        threading.Thread(target=hang, name="tracker x", daemon=True).start()
+        sys.argv = ["memsaver", "recipes"]
+        sys.exit(main() + 1)  # not reached
+    """
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0 and "tiny-ppo" in done.stdout
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_every_row_is_delivered_exactly_once_in_order_over_failures_and_resumes(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Compare with the rows of the run that ends: sessions fail, lag behind and are resumed."""
+    draw, path = data.draw, tmp_path_factory.mktemp("run")
+    recipe = recipes.load("tiny")
+    bad: set[int] = set()
+
+    def fail(step: int) -> None:
+        if step in bad:
+            raise OSError("unreachable")
+
+    memory = Memory(fail)
+    folder, last = RunFolder.create(path / "run", recipe), 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mine", SimpleNamespace(make=lambda: memory))
+        patch.setattr(delivery, "LONGEST_PAUSE", 30.0)  # a failed row waits for the next session
+        for more in [*draw(st.lists(st.integers(1, 4), max_size=2)), last]:
+            end = min(last, folder.done + more)
+            bad = set() if more == last else draw(st.sets(st.integers(1, last), max_size=1))
+            with Trackers(["mine:make"]) as trackers:
+                trackers.start(folder.path, {})
+                trackers.catch_up(folder)
+                for step in range(folder.done + 1, end + 1):
+                    new = [eval_row(step - 1, 0.5)] if (step - 1) % 2 == 0 else []
+                    for row in [*new, train_row(step)]:
+                        folder.add_row(row)
+                        trackers.add(row)
+                    if step % 3 == 0:
+                        folder.save_checkpoint(step, 1, Path.mkdir)
+            folder = RunFolder.reopen(folder.path, recipe)
+    expected = [(row["step"], row["kind"] == "eval") for row in whole_rows(
+        folder.path / "metrics.jsonl"
+    )]  # fmt: skip
+    assert memory.places() == expected
+    assert memory.begun == [None, *["run's own"] * (len(memory.begun) - 1)]
+
+
+def test_tracker_added_at_a_resume_gets_the_whole_run(use: Any, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
+    for row in ROWS:
+        folder.add_row(row, [{**SAMPLE, "kind": row["kind"], "step": row["step"]}])
+    memory = Memory()
+    with Trackers(use(memory)) as trackers:
+        trackers.start(folder.path, {})
+        trackers.catch_up(folder)
+    assert len(memory.logged) == len(ROWS)
+    assert memory.tables == [(row["step"], 1) for row in ROWS]
+
+
+# ---------------------------------------------------------------- a whole run
+
+DYING = """
+import os, signal, time
+from recipes.logs.trackers import Tracker
+
+class Dying(Tracker):
+    def start(self, name, folder, config, run_id=None):
+        self.file = folder / "mine.txt"
+        return "mine"
+
+    def log(self, figures, step):
+        if os.environ.get("DIES_IN") == str(step):
+            ledger = self.file.with_name("trackers.jsonl")
+            while f'"tensorboard", "kind": "train", "step": {step}' not in ledger.read_text():
+                time.sleep(0.01)  # A kill between a delivery and its record would repeat the row.
+            os.kill(os.getpid(), signal.SIGKILL)
+        with self.file.open("a") as file:
+            file.write(f"{'eval' if 'eval/exact_match' in figures else 'train'} {step}\\n")
+
+def make():
+    return Dying()
+"""
+
+
+def test_killed_run_resumes_with_every_step_once_in_all_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    """Kill the process while it delivers step 4, two steps after its checkpoint."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "run"
+    (tmp_path / "dying.py").write_text(DYING)
+    words = [*SMALL, "steps=5", "checkpoint.every=2", "samples=4"]
+    words += ["trackers=[tensorboard,dying:make]", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "recipes.cli", "run", "tiny", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DIES_IN": "4"}
+    killed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    continue_run(folder)
+    train, evals = ([row["step"] for row in rows(folder, kind)] for kind in ("train", "eval"))
+    assert train == [1, 2, 3, 4, 5] and evals == [0, 2, 4, 5]
+    for kind, steps in (("train", train), ("eval", evals)):
+        recorded = [s["step"] for s in read_samples(folder) if s["kind"] == kind]
+        assert recorded == [step for step in steps for _ in range(4)]
+        lines = (folder / "mine.txt").read_text().splitlines()
+        assert [line for line in lines if line.startswith(kind)] == [f"{kind} {n}" for n in steps]
+    assert len(whole_rows(folder / "samples.jsonl")) == 4 * (len(train) + len(evals))
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == train
+    assert [event.step for event in events.Scalars("eval/exact_match")] == evals
+    assert [event.step for event in events.Tensors("samples/train/text_summary")] == train
+    text = json.dumps(whole_rows(folder / "trackers.jsonl"))
+    assert '"run_id": "mine"' in text
