@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,8 +187,21 @@ def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
     count = arguments.count
     if count is None:
         count = 0 if arguments.json else FEW
-    count = count or len(samples)
+    if not count:
+        return samples, 0
+    samples = _in_turn(samples)
     return samples[:count], len(samples[count:])
+
+
+def _in_turn(samples: Sequence[Row]) -> list[Row]:
+    """Order samples so that prompts take turns: the first answer to each, then the second."""
+    seen = Counter[tuple[Any, ...]]()
+    turns: list[tuple[int, int]] = []
+    for number, sample in enumerate(samples):
+        prompt = sample["step"], sample["kind"], sample["group"]
+        turns.append((seen[prompt], number))
+        seen[prompt] += 1
+    return [samples[number] for _, number in sorted(turns)]
 
 
 def _matching(samples: Sequence[Row], wanted: Mapping[str, Any]) -> list[Row]:

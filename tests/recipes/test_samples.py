@@ -175,6 +175,8 @@ def test_options_choose_row_set_and_order(shown: Any) -> None:
     assert keys(records()) == {("train", 3): 6} and keys(records("--count", "2")) == {
         ("train", 3): 2
     }
+    assert [record["group"] for record in records("--count", "0")] == [0, 0, 1, 1, 2, 2]
+    assert [record["group"] for record in records("--count", "4")] == [0, 1, 2, 0]
     for words in (["--best", "0"], ["--count", "-1"], ["--best", "1", "--worst", "1"]):
         with pytest.raises(SystemExit, match="2"):
             records(*words)
