@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from memsaver.ops.hash import hash_text
 from recipes.config.models import EvalSection
 from recipes.errors import RecipeError
-from recipes.figures import by_function
+from recipes.figures import by_function, unrewarded
 from recipes.rewards.runner import Rewards
 from recipes.sampling import Samples, answer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
-from rollout import Rollout, SamplingParams
+from recipes.tasks.split import hash_text
+from rollout import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,9 @@ def evaluate(rollout: Rollout, setup: Setup, rewards: Rewards) -> Evaluation:
     prompts: list[tuple[Task, Problem]] = []
     for task, problems in sets:
         prompts += ((task, problem) for problem in problems)
-    params = [
-        SamplingParams(
-            max_tokens=recipe.sampling.max_tokens,
-            temperature=recipe.eval.temperature,
-            n=recipe.eval.samples,
-            seed=evaluation_seed(recipe.seed, task, problem),
-        )
-        for task, problem in prompts
-    ]
-    samples = answer(rollout, setup, prompts, params)
+    seeds = [evaluation_seed(recipe.seed, task, problem) for task, problem in prompts]
+    how: dict[str, Any] = {"temperature": recipe.eval.temperature, "samples": recipe.eval.samples}
+    samples = answer(rollout, setup, prompts, seeds, **how)
     scores = rewards.submit(samples.answers())()
     row: dict[str, Any] = {}
     begin = 0
@@ -107,8 +100,7 @@ def figures_of(
         "length": statistics.fmean(map(len, samples.response_ids[part])),
         "cut_off": 1 - statistics.fmean(samples.ended[part]),
         "problems": len(exact) // count,
-        "unscored": len(exact) - len(rewards),
-        "faults": sum(bool(score.fault) for score in scores),
+        **unrewarded(scores),
     }
 
 

@@ -88,8 +88,7 @@ def step_row(
     lengths = list(map(len, samples.response_ids))
     row: dict[str, Any] = {
         **_of_scores(scores),
-        "unscored": sum(score.reward is None for score in scores),
-        "faults": sum(bool(score.fault) for score in scores),
+        **unrewarded(scores),
         "mismatch_mean": mean,
         "mismatch_max": largest,
         "effective_sample_size": effective_sample_size(ratios),
@@ -116,6 +115,14 @@ def _of_scores(scores: Sequence[Score]) -> dict[str, float]:
     if rewards:
         figures |= {"reward": float(np.mean(rewards)), "reward_std": deviation(rewards)}
     return figures
+
+
+def unrewarded(scores: Sequence[Score]) -> dict[str, int]:
+    """Return the numbers of answers without a reward, and of those whose function failed."""
+    return {
+        "unscored": sum(score.reward is None for score in scores),
+        "faults": sum(bool(score.fault) for score in scores),
+    }
 
 
 def by_function(scores: Sequence[Score]) -> dict[str, dict[str, float]]:

@@ -211,8 +211,10 @@ class Loop(abc.ABC):
     @property
     def ended_early(self) -> bool:
         """Return whether `eval.patience` evaluations have passed without improvement."""
-        best, patience = self.standing, self.setup.recipe.eval.patience
-        return bool(patience and best and best.since >= patience)
+        if not (patience := self.setup.recipe.eval.patience):
+            return False  # Without reading the rows of all steps.
+        best = self.standing
+        return best is not None and best.since >= patience
 
     def _wake_rollout(self, version: int) -> None:
         with self.monitor.phase("to_rollout"):

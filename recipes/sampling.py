@@ -63,16 +63,9 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
     recipe = setup.recipe
     tasks, count = setup.tasks.trained, recipe.loop.prompts_per_step
     prompts = pick_problems(tasks, count, recipe.seed, step)
-    params = [
-        SamplingParams(
-            max_tokens=recipe.sampling.max_tokens,
-            temperature=recipe.sampling.temperature,
-            n=recipe.loop.samples_per_prompt,
-            seed=sampling_seed(recipe.seed, step, index),
-        )
-        for index in range(len(prompts))
-    ]
-    return answer(rollout, setup, prompts, params)
+    seeds = [sampling_seed(recipe.seed, step, index) for index in range(len(prompts))]
+    temperature, samples = recipe.sampling.temperature, recipe.loop.samples_per_prompt
+    return answer(rollout, setup, prompts, seeds, temperature=temperature, samples=samples)
 
 
 def scored(scores: Sequence[Score]) -> list[int]:
@@ -89,11 +82,19 @@ def answer(
     rollout: Rollout,
     setup: Setup,
     prompts: Sequence[tuple[Task, Problem]],
-    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    *,
+    temperature: float,
+    samples: int,
 ) -> Samples:
-    """Return the rollout's answers to prompts, in the order of the prompts."""
+    """Return the rollout's answers to prompts, `samples` to each, in the order of the prompts."""
     prompt_ids = [setup.prompt_ids(problem) for _, problem in prompts]
-    groups = rollout.generate(prompt_ids, list(params))
+    most = setup.recipe.sampling.max_tokens
+    params = [
+        SamplingParams(max_tokens=most, temperature=temperature, n=samples, seed=seed)
+        for seed in seeds
+    ]
+    groups = rollout.generate(prompt_ids, params)
     flat: list[tuple[int, Completion]] = []
     for index, group in enumerate(groups):
         flat += ((index, completion) for completion in group)
