@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -39,7 +40,7 @@ class Problem:
         if not isinstance(self.answer, str):
             raise TypeError(f"answer={shown(repr(self.answer), 40)} is no text")
 
-    @property
+    @cached_property
     def text(self) -> str:
         """Return the prompt as one text, which identifies the problem."""
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
