@@ -193,7 +193,8 @@ def find_model(path: str, *, weights: bool = True) -> Path:
 
 
 def _check_json(path: str, folder: Path) -> None:
-    for file in sorted(folder.glob("*.json")):
+    """Refuse a damaged JSON file, except the large tokenizer.json: `load_tokenizer` reads it."""
+    for file in sorted(set(folder.glob("*.json")) - {folder / "tokenizer.json"}):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             why = "" if isinstance(content, dict) or file.stem not in JSON_FILES else "no mapping"
