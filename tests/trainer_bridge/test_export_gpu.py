@@ -38,9 +38,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SIZES: dict[str, Any] = {"kv_tokens": 8192, "max_running": 32, "max_context_len": 256}
-# Logits of these models deviate by about 3 from token to token, and the largest of 1,000 is about
-# 10. In bf16 two engines may order logits differently that are less than this apart.
-NEAR = 1.0
 
 
 def prompts() -> list[list[int]]:
@@ -49,38 +46,52 @@ def prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def distances(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return how far each token of a greedy answer is below the largest logit."""
+def greedy(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """Return the model's most likely token at each place of an answer."""
     ids = torch.tensor([prompt + answer], device=model.device)
-    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return (logits.amax(1) - chosen).tolist()
+    return model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def same(left: list[int], right: list[int]) -> float:
+    return sum(map(int.__eq__, left, right)) / len(left)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_loads_an_export_and_answers_like_transformers_and_engine(
     case: str, tmp_path: Path, make_trainer: Make
 ) -> None:
-    """vLLM's own loader must write the bytes of a sync; near ties are allowed among tokens."""
+    """vLLM's own loader must write the bytes of a sync.
+
+    Rounding to bf16 decides near ties of tokens and of routers, in another way in each engine. So
+    an engine's tokens must agree with fp32 as often as those of transformers in bf16: less three
+    standard deviations of the difference of two such shares of n tokens, of which one differs at
+    least.
+    """
     family, fields, changes, options = CASES[case]
     path, out = write_model(tmp_path / "model", family, **SHAPE, **fields), str(tmp_path / "out")
     trainer = make_trainer(path, device="cuda:0", param_dtype="bfloat16", **changes)
     trainer.update_actor(make_batch(8, vocab=1000))
     trainer.save_pretrained(out, merge_adapters="lora" in changes)
-    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to("cuda:0").eval()
+    theirs, exact = (
+        AutoModelForCausalLM.from_pretrained(out, dtype=dtype).to("cuda:0").eval()
+        for dtype in (torch.bfloat16, torch.float32)
+    )
     ours = Engine.from_pretrained(out, "cuda:0", dtype=torch.bfloat16, **SIZES)
     vllm = VllmRollout.from_pretrained(out, cuda_graphs=False, **SIZES, **options)
     try:
         loaded = vllm.digest()
         for engine in (vllm, ours):
-            far: list[float] = []
-            for prompt, (sample,) in zip(
-                prompts(), engine.generate(prompts(), GREEDY), strict=True
-            ):
-                far += distances(theirs, prompt, sample.token_ids)
-            # A near tie of the router changes an expert, and logits by more than rounding does.
-            assert case == "experts" or max(far) < NEAR
-            assert sum(distance == 0 for distance in far) >= 0.9 * len(far)
+            tokens: list[int] = []
+            rounded: list[int] = []
+            right: list[int] = []
+            answers = [sample.token_ids for (sample,) in engine.generate(prompts(), GREEDY)]
+            for prompt, answer in zip(prompts(), answers, strict=True):
+                tokens += answer
+                rounded += greedy(theirs, prompt, answer)
+                right += greedy(exact, prompt, answer)
+            share, n = same(rounded, right), len(right)
+            spread = (2 * share * max(1 - share, 1 / n) / n) ** 0.5
+            assert same(tokens, right) >= share - 3 * spread
         trainer.connect([vllm])
         trainer.sync_weights(1)
         assert vllm.digest() == loaded
