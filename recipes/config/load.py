@@ -171,11 +171,17 @@ def _line(key: str, faults: list[ErrorDetails], values: dict[str, Any]) -> str:
     value: Any = values
     for part in re.findall(r"\w+", key):
         value = value[int(part) if part.isdigit() else part]
-    rules = [fault["msg"].partition(" should ")[2] or fault["msg"] for fault in faults]
+    rules = [_rule(fault) for fault in faults]
     rule = re.sub(r" or an instance of \w+", "", " or ".join(dict.fromkeys(rules)))
     description = FIELDS[field_of(key)].description
     reason = f" ({description.rstrip('.')})" if description else ""
     return f"{key}={shown(value)}: must {rule}{reason}; {remedy_of(key)}"
+
+
+def _rule(fault: ErrorDetails) -> str:
+    if fault["type"] == "string_pattern_mismatch":
+        return "have this form"  # the key's description follows
+    return fault["msg"].partition(" should ")[2] or fault["msg"]
 
 
 def _suggest(key: str) -> str:

@@ -295,7 +295,8 @@ class ProblemSection:
     Attributes:
         name: Source of the problems: toy (needs no download), file (`data`), reasoning_gym:NAME (a
             generator of reasoning-gym), or package.module:function (see `recipes.tasks`).
-        label: Name of the set in figures; null: the name of the file, generator or function.
+        label: Name of the set in figures, of letters, digits and _.-; null: the name of the file,
+            generator or function.
         data: With name=file, a JSONL, JSON, CSV or parquet file, a folder of such files, or
             ORG/NAME of a data set on the Hub.
         subset: Configuration of a data set on the Hub, such as main.
