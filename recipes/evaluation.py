@@ -84,7 +84,7 @@ def figures_of(
         mean reward, which is missing if no answer has one.
     """
     scores = scores[part]
-    exact = [score.exact and score.reward is not None for score in scores]
+    exact = [score.exact for score in scores]
     rewards = [score.reward for score in scores if score.reward is not None]
     row: dict[str, Any] = {"exact_match": statistics.fmean(exact)}
     row |= {"reward": statistics.fmean(rewards)} if rewards else {}

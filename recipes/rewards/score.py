@@ -20,7 +20,7 @@ class Score:
 
     Attributes:
         reward: Reward that training uses; None leaves the answer out of its group.
-        exact: Whether the answer counts as an exact match in the figures.
+        exact: Whether the answer counts as an exact match in the figures; never without a reward.
         figures: Further figures of the answer by name, such as the value of each reward function.
         fault: Why there is no reward, on one line; empty if there is one, or if none was meant.
     """
@@ -29,6 +29,10 @@ class Score:
     exact: bool = False
     figures: Mapping[str, float] = field(default_factory=dict, hash=False)
     fault: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reward is None:
+            object.__setattr__(self, "exact", False)
 
 
 class Outcome(NamedTuple):

@@ -78,7 +78,7 @@ def test_function_of_every_convention_is_called_with_the_keywords_it_accepts(wor
         *((value, (0.5, False)) for value in (0.5, torch.tensor(0.5), torch.ones(1) / 2)),
         *((value, (1.0, True)) for value in (1, True, torch.ones(1, 1))),
         (Score(reward=2.0), (2.0, False)),
-        (Score(reward=None, exact=True), (None, True)),
+        (Score(reward=None, exact=True), (None, False)),
         (None, (None, False)),
     ],
 )
