@@ -13,6 +13,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -183,7 +184,8 @@ class WandbTracker(Tracker):
         elif run_id is not None:
             own["id"] = run_id
         resume = "never" if run_id is None else "allow"
-        self._run = self._library.init(name=name, config=dict(config), resume=resume, **own)
+        begin = partial(self._library.init, name=name, config=dict(config), resume=resume, **own)
+        self._run = _off_main_thread(begin) if self._name == "swanlab" else begin()
         if self._name == "wandb":
             # An evaluation after a resume may belong to an earlier step, which wandb's own counter
             # of steps excludes.
@@ -212,12 +214,26 @@ class WandbTracker(Tracker):
             self._run.finish()
 
 
+def _off_main_thread(begin: Callable[[], Any]) -> Any:
+    """Begin a run of swanlab, which in the main thread would replace the handler of SIGINT.
+
+    Its `finish` then restores the handler, and so fails in the thread that closes a tracker.
+    """
+    pool = ThreadPoolExecutor(1, "tracker swanlab")
+    try:
+        return pool.submit(begin).result()
+    finally:
+        pool.shutdown(wait=False)  # An interrupt does not wait for a server or a login.
+
+
 class MlflowTracker(Tracker):
     """MLflow; tables are artifacts `samples/KIND-STEP.jsonl`."""
 
     def __init__(self) -> None:
         import mlflow
 
+        # By default, a call retries for 4 minutes before the run learns that the server is down.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 12 seconds
         self._library = mlflow
         self._client: Any = None
         self._id = ""

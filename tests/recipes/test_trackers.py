@@ -285,16 +285,33 @@ def test_mlflow_gets_rows_of_two_sessions_under_one_run(
     assert files == ["samples/eval-0.jsonl", "samples/eval-2.jsonl"]
 
 
+def test_mlflow_retries_for_seconds_unless_its_user_sets_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library's own 7 retries would take 4 minutes, in which a run says nothing."""
+    import mlflow.environment_variables as variables
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "x")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # The end of the test restores it.
+    make_tracker("mlflow")
+    assert variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 3
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
+    make_tracker("mlflow")
+    assert variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 5
+
+
 class LikeWandb:
     """Module with the parts of trackio 0.43 and swanlab 0.10 that are used, as they declare them.
 
-    Neither is installed for tests, because both would bring a whole server or client.
+    Neither is installed for tests, because both would bring a whole server or client. Like swanlab,
+    a run that begins in the main thread takes SIGINT over, which only this thread can undo.
     """
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
         self.logs: list[tuple[dict[str, Any], int]] = []
         self.finished = 0
+        self.handler: Any = None
 
     def trackio(
         self, project: str, name: str | None = None, config: Any = None, resume: str = "never"
@@ -304,6 +321,8 @@ class LikeWandb:
     def swanlab(
         self, *, name: str | None = None, id: Any = None, resume: Any = None, config: Any = None
     ) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            self.handler = signal.signal(signal.SIGINT, lambda *_: None)
         return self._run(name=name, id=id, config=config, resume=resume)
 
     def _run(self, **given: Any) -> Any:
@@ -316,6 +335,8 @@ class LikeWandb:
         self.logs.append((metrics, step))
 
     def finish(self) -> None:
+        if self.handler is not None:
+            signal.signal(signal.SIGINT, self.handler)
         self.finished += 1
 
     def Table(self, *, columns: list[str], data: list[list[str]]) -> Any:
@@ -330,6 +351,7 @@ def test_libraries_with_the_interface_of_wandb_continue_their_run(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = LikeWandb()
+    handler = signal.getsignal(signal.SIGINT)
     module.init = getattr(module, library)
     monkeypatch.setitem(sys.modules, library, module)
     deliver(tmp_path, [library], ROWS[:3])
@@ -344,6 +366,7 @@ def test_libraries_with_the_interface_of_wandb_continue_their_run(
     assert [step for step, is_train in steps if is_train] == [1, 2, 3]
     tables = [metrics for metrics, _ in module.logs if "samples/eval" in metrics]
     assert len(tables) == 2 and "first of a b" in str(tables[0]) and module.finished == 2
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_prometheus_serves_the_newest_figures_of_a_run(tmp_path: Path) -> None:
