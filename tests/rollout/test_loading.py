@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Engine
@@ -209,26 +210,31 @@ def test_generation_config_overrides_the_configs_stop_tokens(
         assert load_model_config(tmp_path).stop_token_ids == expected
 
 
-ADDED = [{"id": 11, "content": "<end>"}]
+WORDS = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+PIECES = models.Unigram([("a", 0.0), ("b", 0.0)], unk_id=0)
+END = {"id": 11, "content": "<end>"}
 
 
 @pytest.mark.parametrize(
-    ("config", "tokenizer", "expected"),
+    ("config", "model", "expected"),
     [
-        ({"eos_token": "<end>", "added_tokens_decoder": {"11": ADDED[0]}}, {}, {7, 11}),
-        ({"eos_token": {"content": "<end>"}}, {"added_tokens": ADDED}, {7, 11}),
-        ({"eos_token": "b"}, {"added_tokens": ADDED, "model": {"vocab": {"a": 0, "b": 1}}}, {7, 1}),
-        ({"eos_token": "b"}, {"model": {"vocab": [["a", 0.0], ["b", 0.0]]}}, {7}),
-        ({"eos_token": None}, {"added_tokens": ADDED}, {7}),
+        ({"eos_token": "<end>", "added_tokens_decoder": {"11": END}}, WORDS, {7, 11}),
+        ({"eos_token": {"content": "<end>"}}, WORDS, {7, 2}),
+        ({"eos_token": "b"}, WORDS, {7, 1}),
+        ({"eos_token": "b"}, PIECES, {7, 1}),
+        ({"eos_token": "c"}, PIECES, {7}),
+        ({"eos_token": None}, WORDS, {7}),
     ],
 )
 def test_end_token_of_the_tokenizer_is_a_stop_token_too(
-    tmp_path: Path, config: dict[str, Any], tokenizer: dict[str, Any], expected: set[int]
+    tmp_path: Path, config: dict[str, Any], model: Any, expected: set[int]
 ) -> None:
     save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_model_config(tmp_path).stop_token_ids == expected
 
 
