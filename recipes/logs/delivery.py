@@ -29,7 +29,7 @@ from recipes.logs.trackers import Tracker, figures_of, make_tracker
 LEDGER = "trackers.jsonl"
 ATTEMPTS = 5  # to deliver a row, which is then left out
 LONGEST_PAUSE = 60.0  # seconds between attempts
-MOST_WAITING = 1000  # rows for one tracker; the oldest are left out
+MOST_WAITING = 1000  # new rows for one tracker; the oldest are left out
 FAILURES = (Exception, SystemExit)  # of a tracker's library
 GRACE = 30.0  # seconds in which the end of a run waits for its trackers
 
@@ -82,8 +82,13 @@ class Delivery:
         self._closing = False
         self._failures = 0  # since the last call that succeeded
         self._lost = 0
+        self._most = MOST_WAITING
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
+
+    def allow(self, rows: int) -> None:
+        """Let this many rows of earlier sessions wait besides the new ones."""
+        self._most = MOST_WAITING + rows
 
     def offer(self, row: Row, samples: Sequence[Row]) -> None:
         """Deliver a row soon, unless the tracker has it."""
@@ -95,7 +100,7 @@ class Delivery:
         if samples:
             calls.append(partial(self._tracker.table, samples, step))
         with self._changed:
-            if len(self._waiting) == MOST_WAITING:
+            if len(self._waiting) == self._most:
                 self._waiting.popleft()
                 self._lost += 1
             self._waiting.append((row, calls))
@@ -217,6 +222,8 @@ class Trackers:
             samples: dict[Place, list[Row]] = {}
             for sample in read_samples(folder.path):
                 samples.setdefault(place_of(sample), []).append(sample)
+            for delivery in self._deliveries:
+                delivery.allow(len(folder.run.rows))
             for row in folder.run.rows:
                 for delivery in self._deliveries:
                     delivery.offer(row, samples.get(place_of(row), ()))

@@ -515,14 +515,20 @@ def test_every_row_is_delivered_exactly_once_in_order_over_failures_and_resumes(
     assert memory.begun == [None, *["run's own"] * (len(memory.begun) - 1)]
 
 
-def test_tracker_added_at_a_resume_gets_the_whole_run(use: Any, tmp_path: Path) -> None:
+def test_tracker_added_at_a_resume_gets_the_whole_run(
+    use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the earlier session are more than may wait, and the tracker is slow."""
+    monkeypatch.setattr(delivery, "MOST_WAITING", 2)
+    release = threading.Event()
     folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
     for row in ROWS:
         folder.add_row(row, [{**SAMPLE, "kind": row["kind"], "step": row["step"]}])
-    memory = Memory()
+    memory = Memory(lambda step: release.wait(60) and None)
     with Trackers(use(memory)) as trackers:
         trackers.start(folder.path, {})
         trackers.catch_up(folder)
+        release.set()
     assert len(memory.logged) == len(ROWS)
     assert memory.tables == [(row["step"], 1) for row in ROWS]
 
