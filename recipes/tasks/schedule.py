@@ -92,7 +92,7 @@ class Shares:
 shares_of = lru_cache(maxsize=4)(Shares)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=512)  # two passes of each of 256 sets, the most that a recipe can have
 def _permutation(size: int, apart: int, seed: str, turn: int) -> Sequence[int]:
     """Return the permutation of one pass, a function of its arguments.
 
