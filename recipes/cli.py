@@ -213,20 +213,22 @@ def build_parser() -> argparse.ArgumentParser:
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
+    run: dict[str, Any] = {"type": Path, "metavar": "RUN"}
+    run["help"] = "the folder of a run, finished or not"
     own = command(_export, "export a run's model as a Hugging Face folder")
     add, either = own.add_argument, own.add_mutually_exclusive_group().add_argument
-    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    add("run", **run)
     add("--to", type=Path, metavar="DIR", required=True, help="where to write, a new folder")
     add("--merge", action="store_true", help="the whole model with the adapters merged")
     newest = "step of the checkpoint (default: the newest)"
     either("--step", type=at_least(1), metavar="N", help=newest)
     either("--best", action="store_true", help="the checkpoint of the best evaluation")
     add = command(_report, "write a page about a run").add_argument
-    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    add("run", **run)
     add("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
     own = command(_samples, "print answers of a run")
     add, either = own.add_argument, own.add_mutually_exclusive_group().add_argument
-    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    add("run", **run)
     newest = "updates of the row (default: the newest row)"
     add("--step", type=at_least(0), metavar="N", help=newest)
     add("--kind", choices=("train", "eval"), help="answers of training, or of evaluations")

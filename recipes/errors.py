@@ -45,6 +45,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def typed(error: BaseException) -> str:
+    """Return the type and the text of an exception on one line."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
 def shown(value: Any, limit: int = 120) -> str:
     """Return a value on one line, as an override would set it, cut to `limit` characters."""
     if isinstance(value, list) and all(isinstance(item, str | int) for item in value):

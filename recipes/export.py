@@ -18,7 +18,7 @@ def export_run(
     step: int | None = None,
     best: bool = False,
 ) -> str:
-    """Export a checkpoint of a run, also while the run continues.
+    """Export a checkpoint of a run, which may still be running.
 
     Args:
         run_dir: Folder of the run.

@@ -1,12 +1,13 @@
-"""Import of the functions that a recipe names as `package.module:function`."""
+"""Import and call of the functions that a recipe names as `package.module:function`."""
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, typed
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:
@@ -22,7 +23,7 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module_name), attribute, None)
     except (Exception, SystemExit) as error:
-        rule = f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}"
+        rule = f"cannot import {module_name}: {typed(error)}"
         absent = isinstance(error, ModuleNotFoundError)
         remedy = "run in the folder of the module, or set PYTHONPATH" if absent else "correct it"
         raise RecipeError(f"{key}: {rule}; {remedy}") from error
@@ -30,3 +31,13 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
         rule = f"{module_name} has no function {attribute}; define it, or correct the name"
         raise RecipeError(f"{key}: {rule}")
     return function
+
+
+@contextlib.contextmanager
+def calling(key: str) -> Iterator[None]:
+    """Turn an exception of a named function inside the block into a RecipeError about `key`."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        rule = f"raised {typed(error)}; correct it (--verbose shows where)"
+        raise RecipeError(f"{key}: {rule}") from error

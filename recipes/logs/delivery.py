@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import queue
 import threading
 import time
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from memsaver.system.files import replace_text
-from recipes.errors import RecipeError, one_line
-from recipes.logs.run_folder import Row, RunFolder, open_itself, whole_rows
+from recipes.errors import RecipeError, typed
+from recipes.logs.run_folder import Row, RunFolder, json_lines, open_itself, whole_rows
 from recipes.logs.samples import read_samples
 from recipes.logs.trackers import Tracker, figures_of, make_tracker
 
@@ -55,11 +54,11 @@ class TrackerLedger:
             else:
                 self.newest[entry["tracker"]] = place_of(entry)
         if entries:  # A killed run may have left half a line.
-            replace_text(self._file, "".join(json.dumps(entry) + "\n" for entry in entries))
+            replace_text(self._file, json_lines(entries))
 
     def add(self, tracker: str, **entry: Any) -> None:
         with open(self._file, "a", opener=open_itself) as file:
-            file.write(json.dumps({"tracker": tracker, **entry}) + "\n")
+            file.write(json_lines([{"tracker": tracker, **entry}]))
 
 
 class Delivery:
@@ -127,7 +126,7 @@ class Delivery:
         try:
             self._tracker.close()
         except FAILURES as error:
-            self._tell(f"tracker {self._name}: close: {type(error).__name__}: {one_line(error)}")
+            self._tell(f"tracker {self._name}: close: {typed(error)}")
 
     def _next(self) -> bool:
         """Wait for a row; return whether there is one."""
@@ -166,8 +165,7 @@ class Delivery:
     def _failed(self, error: BaseException) -> None:
         self._failures += 1
         if self._failures == 1:
-            cause = f"{type(error).__name__}: {one_line(error)}"
-            self._tell(f"tracker {self._name}: {cause}; the run continues, and tries again")
+            self._tell(f"tracker {self._name}: {typed(error)}; the run continues, and tries again")
 
     def _pause(self) -> None:
         """Wait before another attempt, the longer the more attempts have failed."""
@@ -205,8 +203,7 @@ class Trackers:
                 if run_id is not None and run_id != before:
                     ledger.add(name, run_id=run_id)
             except FAILURES as error:
-                cause = f"{type(error).__name__}: {one_line(error)}"
-                rule = f"cannot start: {cause}; correct that, or drop it from trackers"
+                rule = f"cannot start: {typed(error)}; correct that, or drop it from trackers"
                 raise RecipeError(f"trackers={name}: {rule}") from error
             self._deliveries.append(Delivery(name, tracker, ledger, self._notes.put))
 

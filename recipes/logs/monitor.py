@@ -21,7 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from memsaver import Usage
-from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line
+from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line, typed
 from recipes.logs.run_folder import Row, RunFolder, Span, kind_of, qualities, switch_seconds
 from recipes.logs.samples import records_of
 from rollout.tag_names import KV_CACHE, WEIGHTS
@@ -193,7 +193,7 @@ class Monitor:
             kind = LostWorker if _lost_actor(cause) else RunError
             late = isinstance(cause, ActorTimeout)
             hint = " (if it was still working: raise cluster.call_timeout)" if late else ""
-            raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}{hint}") from error
+            raise kind(stage, f"{typed(cause)}{hint}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
         """Record a stage that succeeded; `Cycle` calls this as its `on_stage`."""

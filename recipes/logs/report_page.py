@@ -114,8 +114,9 @@ def key_figures(run: Run) -> dict[str, str]:
 def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
     """Return the samples of the newest evaluation and step, by title of their table."""
     tables: dict[str, list[list[Any]]] = {}
+    recorded = read_samples(path)
     for kind, title in (("eval", "evaluation"), ("train", "step")):
-        samples = [sample for sample in read_samples(path) if sample["kind"] == kind]
+        samples = [sample for sample in recorded if sample["kind"] == kind]
         newest = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
         if newest:
             updates = newest[0]["step"]

@@ -170,6 +170,11 @@ def whole_rows(file: Path) -> list[Row]:
     return rows
 
 
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as JSON, each on a line of its own."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def check_holds_run(option: str, path: Path) -> None:
     """Raise a RecipeError unless the folder that an option names holds a run."""
     if not (path / "recipe.yaml").is_file():
@@ -311,7 +316,7 @@ class RunFolder:
         for name in (SAMPLES, "metrics.jsonl"):
             rows = [row for row in whole_rows(self.path / name) if _is_within(row, step)]
             if (self.path / name).is_file():
-                replace_text(self.path / name, "".join(json.dumps(row) + "\n" for row in rows))
+                replace_text(self.path / name, json_lines(rows))
         self.run.rows = rows
         for name in ("trace.json", "memory.png", "environment.json"):
             file = self.path / name
@@ -345,7 +350,7 @@ class RunFolder:
     def write_outside(self, nbytes: int) -> None:
         """Record the bytes outside of tags (`Monitor.outside`) at the start of this session."""
         with self.writing(OUTSIDE):
-            replace_text(self.path / OUTSIDE, json.dumps({"bytes": nbytes}) + "\n")
+            replace_text(self.path / OUTSIDE, json_lines([{"bytes": nbytes}]))
 
     def outside(self) -> int | None:
         """Return the bytes outside of tags that the newest session measured, if any."""
@@ -354,7 +359,7 @@ class RunFolder:
 
     def _append(self, name: str, *rows: Row) -> None:
         with self.writing(name), open(self.path / name, "a", opener=open_itself) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.write(json_lines(rows))
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -405,12 +410,15 @@ class RunFolder:
             return self.last_checkpoint()
         steps = self._checkpoints()
         if step in steps:
-            return self.path / "checkpoints" / f"step_{step}"
+            return self._checkpoint(step)
         if not steps:
             rule = "holds no checkpoint yet; its run saves one every checkpoint.every steps"
             raise RecipeError(f"{self.path}: {rule}")
         listed = ", ".join(map(str, steps))
         raise RecipeError(f"--step {step}: {self.path} has checkpoints of these steps: {listed}")
+
+    def _checkpoint(self, step: int) -> Path:
+        return self._latest.parent / f"step_{step}"
 
     def _checkpoints(self) -> list[int]:
         names = [path.name.removeprefix("step_") for path in self._latest.parent.glob("step_*")]
@@ -442,9 +450,9 @@ class RunFolder:
 
     def _remove_old(self, keep: int) -> None:
         """Remove checkpoints up to `done` except for the `keep` newest and the best."""
-        folder, best = self._latest.parent, self.best_checkpoint()
+        best = self.best_checkpoint()
         steps = [step for step in self._checkpoints() if step <= self.done]
-        for old in [folder / f"step_{step}" for step in steps[:-keep]]:
+        for old in map(self._checkpoint, steps[:-keep]):
             if old != best:  # A removal that is interrupted leaves no half checkpoint.
                 shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
 
@@ -455,7 +463,7 @@ class RunFolder:
         the `keep` newest.
         """
         with self.writing("checkpoints/best"):
-            if not (self._best.parent / f"step_{step}").is_dir():
+            if not self._checkpoint(step).is_dir():
                 self._best.unlink(missing_ok=True)
             else:
                 replace_text(self._best, f"step_{step}\n")

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from recipes.errors import RecipeError, one_line
-from recipes.logs.run_folder import numbers_of
+from recipes.importing import calling, import_function
+from recipes.logs.run_folder import json_lines, numbers_of
 from recipes.logs.samples import COLUMNS, cells, cut
-from recipes.tasks.build import import_function
 
 Sample = Mapping[str, Any]
 """A record of samples.jsonl."""
@@ -259,8 +259,8 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._id, metrics=metrics)
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
-        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
-        self._client.log_text(self._id, lines, f"samples/{samples[0]['kind']}-{step}.jsonl")
+        file = f"samples/{samples[0]['kind']}-{step}.jsonl"
+        self._client.log_text(self._id, json_lines(samples), file)
 
     def close(self) -> None:
         if self._client is not None:
@@ -374,11 +374,8 @@ def make_tracker(name: str) -> Tracker:
 
 def _custom(key: str, name: str) -> Tracker:
     function = import_function(key, name)
-    try:
+    with calling(key):
         tracker = function()
-    except (Exception, SystemExit) as error:
-        rule = f"raised {type(error).__name__}: {one_line(error)}"
-        raise RecipeError(f"{key}: {rule}; correct it (--verbose shows where)") from error
     if not isinstance(tracker, Tracker):
         rule = f"returned a {type(tracker).__name__}; return a recipes.logs.trackers.Tracker"
         raise RecipeError(f"{key}: {rule}")

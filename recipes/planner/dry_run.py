@@ -237,11 +237,16 @@ def dry_run(
     monitor.peaks.watch("rollout", rollout.take_usage)
     served = cast(Rollout, rollout)  # It lacks the methods of a sync, which are never called.
     cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
-    make_loop = LOOPS[recipe.algorithm]
-    sides: dict[str, Any] = {"trainer": trainer, "rollout": served, "cycle": cycle}
-    rewards = open_rewards(setup.tasks, recipe.task, workers=0)
-    sides |= {"rewards": rewards, "monitor": monitor, "save": id, "export": id}
-    loop = make_loop(setup=setup, **sides)
+    loop = LOOPS[recipe.algorithm](
+        setup=setup,
+        trainer=trainer,
+        rollout=served,
+        cycle=cycle,
+        rewards=open_rewards(setup.tasks, recipe.task, workers=0),
+        monitor=monitor,
+        save=_save_nothing,
+        export=_save_nothing,
+    )
     stages = _of_a_later_step(loop, saver.planned)
     sizes = saver.sizes()
     all_sizes = Counter(sizes | engine.tags)  # 0 for the tag of an optimizer on the host
@@ -250,6 +255,10 @@ def dry_run(
     ]
     handed_over = sum(min(sum(given), taken) for given, taken in pairs)
     return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
+
+
+def _save_nothing(step: int) -> None:
+    """Stand in for the checkpoint or the export of a step."""
 
 
 def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, typed
 from recipes.rewards.function import RewardFunction
 
 PR_SET_PDEATHSIG = 1
@@ -50,4 +50,4 @@ def main(descriptor: int, driver: int) -> None:
 def _rule(error: BaseException) -> str:
     if isinstance(error, RecipeError):
         return str(error)
-    return f"cannot be loaded: {type(error).__name__}: {one_line(error)}; correct it"
+    return f"cannot be loaded: {typed(error)}; correct it"

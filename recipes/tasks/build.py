@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recipes.config.models import ProblemSection, TaskSection, sets_by_key
-from recipes.errors import RecipeError, one_line
-from recipes.importing import import_function
+from recipes.errors import RecipeError
+from recipes.importing import calling, import_function
 from recipes.tasks.files import read_file
 from recipes.tasks.gym import PREFIX, reasoning_gym
 from recipes.tasks.problem import Problem, Task, Tasks
@@ -39,10 +39,9 @@ def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tas
         for index, task in enumerate(built[:count])
     )
     tasks = Tasks(trained=trained, evaluated=evaluated)
-    for (key, part), task in zip(sections.items(), tasks.all, strict=True):
+    for (key, part), task in zip(sections.items(), trained, strict=False):
         fraction = f"{key}.held_out_fraction"
-        must = (task.train, task.held_out if part.held_out_fraction else task.train)
-        if task in trained and not all(must):
+        if not task.train or (part.held_out_fraction and not task.held_out):
             setting = f"{fraction}={part.held_out_fraction}"
             other = 0.2 if part.held_out_fraction > 0.2 else 0.5
             raise no_problem(task, setting, f"set {fraction}={other}, or name more data")
@@ -109,13 +108,10 @@ def custom_task(section: ProblemSection, place: str) -> Task:
     """Return the task of `module:function`, also from a module in the working directory."""
     key = f"{place}.name={section.name}"
     function = import_function(key, section.name)
-    try:
+    with calling(key):
         task = function(section)
         if isinstance(task, Task):
             task = replace(task, train=tuple(task.train), held_out=tuple(task.held_out))
-    except (Exception, SystemExit) as error:
-        rule = f"raised {type(error).__name__}: {one_line(error)}"
-        raise RecipeError(f"{key}: {rule}; correct it (--verbose shows where)") from error
     if not isinstance(task, Task):
         raise RecipeError(f"{key}: returned a {type(task).__name__}; return a recipes.tasks.Task")
     if others := [item for item in task.problems() if not isinstance(item, Problem)]:

@@ -87,7 +87,7 @@ def try_rewards(tasks: Tasks, section: TaskSection) -> None:
     Raises:
         RecipeError: A function cannot be found, or fails.
     """
-    first = [(task, (*task.train, *task.held_out)[0]) for task in tasks.all]
+    first = [(task, task.problems()[0]) for task in tasks.all]
     answers = [to_answer(task, problem, problem.answer, True, ()) for task, problem in first]
     with open_rewards(tasks, section, most_workers=1) as rewards:
         rewards.check(answers)

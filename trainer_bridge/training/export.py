@@ -51,6 +51,11 @@ class Weights(Protocol):
     model: nn.Module  # names and shapes; its tensors may be on the meta device
     config: TrainerConfig
 
+    @property
+    def files(self) -> CheckpointFiles | None:
+        """Return the weights in the model's directory; None if they are random."""
+        ...
+
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a parameter, an adapter's factor or a buffer, in `dtype`, on any device."""
         ...
@@ -68,6 +73,10 @@ class ShardedWeights:
         self._adapted = adapted_params(model)
         self._tensors = dict(model.named_parameters()) | stored_buffers(model)
 
+    @cached_property
+    def files(self) -> CheckpointFiles | None:
+        return _open_files(self.model, self.config)
+
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = self._tensors[name]
         if not isinstance(tensor, DTensor):
@@ -83,6 +92,10 @@ class ShardedWeights:
     def _scratch(self) -> Tensor:
         bases = {name: local_shard(adapter.weight) for name, adapter in self._adapted.items()}
         return scratch_for(bases, bases)
+
+
+def _open_files(model: nn.Module, config: TrainerConfig) -> CheckpointFiles | None:
+    return None if config.random_init else open_weights(model, config.model_dir)
 
 
 def _gathered(local: Tensor, param: Tensor) -> Tensor:
@@ -112,7 +125,7 @@ class CheckpointWeights:
         if problems := misfits(trained, self._stored.shapes):
             rule = f"checkpoint {directory!r} belongs to another model"
             raise ValueError(f"{rule}: {listed(problems)}")
-        self._files = None if config.random_init else open_weights(self.model, config.model_dir)
+        self.files = _open_files(self.model, config)
         self._shapes = _shapes(self.model)
         if config.lora is not None:
             self._check_base(directory, values.get("began_with"))
@@ -121,9 +134,9 @@ class CheckpointWeights:
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         if name in self._stored.shapes:
             return self._stored.read(name).to(dtype)
-        if self._files is None:
+        if self.files is None:
             return torch.zeros(self._shapes[name], dtype=dtype)  # a buffer of a random model
-        return self._files.whole(name, self._shapes[name]).to(dtype)
+        return self.files.whole(name, self._shapes[name]).to(dtype)
 
     def merged(self, name: str, dtype: torch.dtype) -> Tensor:
         adapter, (a, b) = self._adapted[name], factor_names(name)
@@ -140,10 +153,10 @@ class CheckpointWeights:
 
     def _check_base(self, directory: str, began_with: str | None) -> None:
         """Raise unless the adapters were trained on the base in the model's directory."""
-        if self._files is None:
+        if self.files is None:
             rule = "trains adapters of random weights, which only the run itself has"
             raise ValueError(f"checkpoint {directory!r} {rule}; let the run export them merged")
-        if (now := files_digest(self.model, self._files)) != (began_with or now):
+        if (now := files_digest(self.model, self.files)) != (began_with or now):
             rule = f"the run began with other weights (digest {began_with}; {now} now)"
             raise OtherWeights(f"checkpoint {directory!r}: {rule}; restore the original weights")
 
@@ -309,8 +322,7 @@ def _model_entries(weights: Weights, dtype: torch.dtype) -> Iterator[_Entry]:
 
     Buffers keep the dtype that they have there.
     """
-    model, config = weights.model, weights.config
-    files = None if config.random_init else open_weights(model, config.model_dir)
+    model, files = weights.model, weights.files
     buffers, adapted = stored_buffers(model), adapted_params(model)
     for name, shape in _shapes(model).items():
         own = _buffer_dtype(files, name) if name in buffers else dtype
