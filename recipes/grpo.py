@@ -23,7 +23,7 @@ import numpy as np
 
 from recipes.config.recipe import Recipe
 from recipes.figures import centered, deviation, step_row
-from recipes.loop import Loop
+from recipes.loop import Loop, schedule_of
 from recipes.sampling import scored
 
 EPSILON = 1e-6  # verl's; TRL adds 1e-4
@@ -40,7 +40,7 @@ class GrpoLoop(Loop):
             "clip_eps_high": grpo.clip_high,
             "kl_loss_coef": grpo.kl_coef,
             "reference": grpo.kl_coef > 0,
-            "decay_steps": recipe.steps if recipe.trainer.lr_decay else None,
+            "schedule": schedule_of(recipe, recipe.steps, updates=1),
         }
 
     def train_step(self, step: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ import numpy as np
 from recipes.config.models import PpoSection
 from recipes.config.recipe import Recipe
 from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios, step_row
-from recipes.loop import Loop
+from recipes.loop import Loop, schedule_of
 from recipes.sampling import scored
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
@@ -47,19 +47,18 @@ class PpoLoop(Loop):
 
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        ppo, decays = recipe.ppo, recipe.trainer.lr_decay
-        a_step = ppo.epochs * ppo.mini_batches
-        learning_steps = max(1, recipe.steps - ppo.critic_warmup_steps)
+        ppo, steps = recipe.ppo, recipe.steps
+        updates = ppo.epochs * ppo.mini_batches
         critic = CriticConfig(
             learning_rate=ppo.critic_learning_rate,
-            decay_steps=recipe.steps * a_step if decays else None,
+            schedule=schedule_of(recipe, steps, updates),
             value_clip=ppo.value_clip,
         )
         return {
             "clip_eps_low": ppo.clip_low,
             "clip_eps_high": ppo.clip_high,
             "reference": ppo.kl_coef > 0,
-            "decay_steps": learning_steps * a_step if decays else None,
+            "schedule": schedule_of(recipe, steps - ppo.critic_warmup_steps, updates),
             "critic": critic,
         }
 

@@ -223,6 +223,8 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
         once = "one update a step (ppo.epochs=1, ppo.mini_batches=1)"
         idle |= dict.fromkeys(("ppo.clip_low", "ppo.clip_high", "ppo.value_clip"), once)
     idle |= _idle_keys_of_task(recipe.task)
+    if recipe.trainer.schedule == "constant":
+        idle["trainer.final_rate"] = "trainer.schedule=constant"
     if recipe.lora.rank == 0:
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
     if recipe.model.path is not None:
