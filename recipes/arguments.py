@@ -55,7 +55,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     recipe = setup.recipe
     section = dataclasses.asdict(recipe.trainer)
     betas = (section.pop("beta1"), section.pop("beta2"))
-    del section["lr_decay"]  # The loop turns it into decay_steps.
+    for key in ("schedule", "warmup_steps", "final_rate"):
+        del section[key]  # The loop turns them into a schedule of updates.
     return TrainerConfig(
         **section,
         betas=betas,

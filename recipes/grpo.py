@@ -23,7 +23,7 @@ from typing import Any
 from recipes.advantages import compute_advantages, groups_without_signal
 from recipes.config.recipe import Recipe
 from recipes.figures import step_row
-from recipes.loop import Loop
+from recipes.loop import Loop, schedule_of
 from recipes.sampling import taught
 from recipes.updates import mini_batches, update
 
@@ -33,8 +33,7 @@ class GrpoLoop(Loop):
 
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        updates = recipe.steps * recipe.updates_per_step
-        return {"decay_steps": updates if recipe.trainer.lr_decay else None}
+        return {"schedule": schedule_of(recipe, recipe.steps, recipe.updates_per_step)}
 
     def train_step(self, step: int) -> dict[str, Any]:
         recipe, grpo = self.setup.recipe, self.setup.recipe.grpo

@@ -26,7 +26,7 @@ from recipes.sampling import PerToken, Samples, generate_sequences, scored
 from recipes.setup.preparation import Setup
 from recipes.tasks import Score
 from rollout import Rollout
-from trainer_bridge import Cycle
+from trainer_bridge import Cycle, Schedule
 from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
 
@@ -226,6 +226,17 @@ class Loop(abc.ABC):
             evaluation = evaluate(self.rollout, self.setup, self.rewards)
         self.monitor.answered(evaluation.samples, evaluation.scores)
         self.monitor.row({"kind": "eval", "step": updates, **evaluation.row})
+
+
+def schedule_of(recipe: Recipe, steps: int, updates: int) -> Schedule:
+    """Return the schedule of a model that is trained in `steps` steps of `updates` updates."""
+    trainer = recipe.trainer
+    return Schedule(
+        kind=trainer.schedule,
+        warmup_updates=trainer.warmup_steps * updates,
+        updates=steps * updates,
+        final_rate=0.0 if trainer.schedule == "constant" else trainer.final_rate,
+    )
 
 
 _TEXT = (

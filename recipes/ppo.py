@@ -31,7 +31,7 @@ import numpy as np
 from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
 from recipes.figures import Numbers, by_answer, centered, deviation, flat, step_row
-from recipes.loop import Loop
+from recipes.loop import Loop, schedule_of
 from recipes.sampling import taught
 from recipes.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
@@ -43,15 +43,14 @@ class PpoLoop(Loop):
 
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        ppo, decays, a_step = recipe.ppo, recipe.trainer.lr_decay, recipe.updates_per_step
-        learning_steps = max(1, recipe.steps - ppo.critic_warmup_steps)
+        ppo, steps, updates = recipe.ppo, recipe.steps, recipe.updates_per_step
         critic = CriticConfig(
             learning_rate=ppo.critic_learning_rate,
-            decay_steps=recipe.steps * a_step if decays else None,
+            schedule=schedule_of(recipe, steps, updates),
             value_clip=ppo.value_clip,
         )
         return {
-            "decay_steps": learning_steps * a_step if decays else None,
+            "schedule": schedule_of(recipe, steps - ppo.critic_warmup_steps, updates),
             "critic": critic,
         }
 

@@ -100,8 +100,8 @@ def continue_run(
             trackers.start(run_dir.absolute(), dataclasses.asdict(recipe))
             folder = RunFolder.reopen(run_dir, recipe)
         note, before = "", values.get("steps", saved.steps)
-        if recipe.trainer.lr_decay and before != recipe.steps:
-            note = f"; steps was {before}: from its last value the learning rate now falls to 0 "
+        if recipe.trainer.schedule != "constant" and before != recipe.steps:
+            note = f"; steps was {before}: without a jump, the fall of the learning rate now ends "
             note += f"after step {recipe.steps}"
         _drive(setup, recipe, folder, trackers, resume=True, note=note)
     return run_dir

@@ -17,6 +17,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 Checkpointing = Literal["layers", "mlp", "none"]
 DTYPES = ("float32", "bfloat16")
 _CHECKPOINTING = ("layers", "mlp", "none")
+_SCHEDULES = ("constant", "linear", "cosine")
 Rule = tuple[Callable[[Any], object] | bool, str]
 """A check of a field's value, or its result, and the text of the error."""
 _FINITE: Rule = (lambda value: 0 <= value < math.inf, "must be finite, not negative")
@@ -73,18 +74,48 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Course of a learning rate over the updates of a run; `LearningRate` has the formulas.
+
+    Attributes:
+        kind: "constant", or the form of the fall after the warm-up: "linear" or "cosine".
+        warmup_updates: Updates over which the rate rises linearly; 0 has no warm-up.
+        updates: Updates of the run, after which a fall is complete; None only if there is none.
+        final_rate: Share of the learning rate at which a fall ends, in [0, 1).
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_updates: int = 0
+    updates: int | None = None
+    final_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        falls, ends = self.kind != "constant", self.updates is not None
+        within = self.updates is None or self.warmup_updates < self.updates
+        _check(
+            self,
+            ("kind", _SCHEDULES.__contains__, f"use one of {', '.join(_SCHEDULES)}"),
+            ("warmup_updates", self.warmup_updates >= 0, "must not be negative"),
+            ("updates", *_COUNT_OR_NONE),
+            ("updates", ends or not falls, f"must be set for kind={self.kind!r}"),
+            ("warmup_updates", within, f"must be less than updates={self.updates}"),
+            ("final_rate", 0 <= self.final_rate < 1, "must be in [0, 1)"),
+            ("final_rate", falls or not self.final_rate, "needs kind='linear' or 'cosine'"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """Options of the critic, which otherwise uses the options of its `TrainerConfig`.
 
     Attributes:
-        learning_rate: Learning rate of the first update.
-        decay_steps: Updates of the critic over which the learning rate falls linearly to 0; None
-            keeps it constant.
+        learning_rate: Learning rate after the warm-up.
+        schedule: Course of the learning rate over the critic's updates.
         value_clip: Distance between new and old value beyond which the loss is clipped, positive.
     """
 
     learning_rate: float = 1e-5
-    decay_steps: int | None = None
+    schedule: Schedule = Schedule()
     value_clip: float = 0.2
 
     def __post_init__(self) -> None:
@@ -167,10 +198,10 @@ class TrainerConfig:
         dtype: Dtype of the parameter shards, their gradients and the optimizer state.
         param_dtype: Dtype of the unsharded parameters in forward and backward (mixed precision);
             None is `dtype`.
-        learning_rate: Learning rate of the first update; finite, not negative.
-        decay_steps: Updates over which the learning rate falls linearly to 0; None keeps it
-            constant.
-        weight_decay: AdamW's decoupled weight decay; finite, not negative.
+        learning_rate: Learning rate after the warm-up; finite, not negative.
+        schedule: Course of the learning rate over the policy's updates.
+        weight_decay: AdamW's decoupled weight decay, of policy and critic; finite, not negative.
+            Parameters with one dimension (norms and biases) have none.
         betas: AdamW's decay rates of the two moments, each in [0, 1).
         adam_eps: AdamW's epsilon; finite, positive.
         max_grad_norm: Gradient norm above which gradients are scaled down; None does not clip.
@@ -203,7 +234,7 @@ class TrainerConfig:
     dtype: Dtype = "float32"
     param_dtype: Dtype | None = None
     learning_rate: float = 1e-6
-    decay_steps: int | None = None
+    schedule: Schedule = Schedule()
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
@@ -238,7 +269,7 @@ class TrainerConfig:
             ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {modes}"),
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),
-            ("decay_steps threads", *_COUNT_OR_NONE),
+            ("threads", *_COUNT_OR_NONE),
             ("micro_batch_size", *_COUNT),
             ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
@@ -252,14 +283,14 @@ class TrainerConfig:
         """Return the configuration of the critic's model and optimizer.
 
         Returns:
-            This configuration with the critic's learning rate and decay, without adapters, and with
-            the optimizer on the device.
+            This configuration with the critic's learning rate and schedule, without adapters, and
+            with the optimizer on the device.
         """
         assert self.critic is not None
         return dataclasses.replace(
             self,
             learning_rate=self.critic.learning_rate,
-            decay_steps=self.critic.decay_steps,
+            schedule=self.critic.schedule,
             lora=None,
             optimizer_offload=False,
         )

@@ -46,7 +46,7 @@ from trainer_bridge.training.model import (
 )
 from trainer_bridge.training.moe import balanced_routers, replay
 from trainer_bridge.training.optimizer import (
-    Schedule,
+    LearningRate,
     StreamedAdamW,
     after_load,
     build_optimizer,
@@ -134,7 +134,7 @@ class Trainer(SaverSide):
                 fill_weights(self.model, config, runtime, self.optimizer.masters())
                 self.optimizer.publish()
             self._began_with = runtime.digest(self.model)
-            self.step, self._schedule = 0, Schedule.of(config)
+            self.step, self._rate = 0, LearningRate.of(config)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._offloader.order = partial(shards_in_order, self.model)
@@ -263,7 +263,7 @@ class Trainer(SaverSide):
         size = self.config.micro_batch_size
         loss, *sums = add_gradients(self.model, batch, learn, size, self._runtime)
         self._offloader.await_content()
-        rate = self._schedule.after(self.step)
+        rate = self._rate.after(self.step)
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
         self._runtime.finish()  # the step's queued work counts as part of this stage
@@ -437,17 +437,17 @@ class Trainer(SaverSide):
         """
         self._require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
-        values |= {"began_with": self._began_with, "schedule": dataclasses.asdict(self._schedule)}
+        values |= {"began_with": self._began_with, "rate": dataclasses.asdict(self._rate)}
         if self.critic is not None:
             values["critic_step"] = self.critic.step
-            values["critic_schedule"] = dataclasses.asdict(self.critic.schedule)
+            values["critic_rate"] = dataclasses.asdict(self.critic.rate)
         checkpoint.save(directory, self._state(), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Restore the state of `save_checkpoint` in place, bit-identical.
 
-        If `decay_steps` differs from the saved one, the learning rate falls linearly from that of
-        the last update to 0 at the new `decay_steps`.
+        If `schedule.updates` differs from the saved one, the learning rate falls from that of the
+        last update to the final rate at the new end (`LearningRate.continuing`).
 
         Args:
             directory: Directory of the checkpoint.
@@ -468,12 +468,12 @@ class Trainer(SaverSide):
         self.zero_grad()
         values = checkpoint.load(directory, self._state(), self._identity(), self._began_with)
         self.step = values["step"]
-        self._schedule = Schedule.of(self.config).continuing(values.get("schedule"), self.step)
+        self._rate = LearningRate.of(self.config).continuing(values.get("rate"), self.step)
         after_load(self.optimizer, self.step)
         if (critic := self.critic) is not None:
             critic.step = values["critic_step"]
-            begun = Schedule.of(critic.config)
-            critic.schedule = begun.continuing(values.get("critic_schedule"), critic.step)
+            begun = LearningRate.of(critic.config)
+            critic.rate = begun.continuing(values.get("critic_rate"), critic.step)
             after_load(critic.optimizer, critic.step)
         learned = PARAMS if self._adapters is None else ADAPTERS
         self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)

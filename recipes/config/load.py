@@ -217,6 +217,8 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     idle = {unused: f"algorithm={recipe.algorithm}"}
     idle |= _idle_keys_of_loss(recipe)
     idle |= _idle_keys_of_task(recipe.task)
+    if recipe.trainer.schedule == "constant":
+        idle["trainer.final_rate"] = "trainer.schedule=constant"
     if recipe.lora.rank == 0:
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
     if recipe.model.path is not None:

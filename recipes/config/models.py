@@ -158,10 +158,13 @@ class TrainerSection:
 
     Attributes:
         dtype: Precision of masters, gradients and moments; bfloat16 rounds small updates away.
-        learning_rate: Learning rate of AdamW; with lr_decay, the rate of the first update.
-        lr_decay: Whether the rate falls linearly and reaches 0 after the last of `steps`. In a run
-            resumed with another `steps`, it falls to 0 there, from its last value.
-        weight_decay: Decoupled weight decay.
+        learning_rate: Learning rate of AdamW, after the warm-up.
+        schedule: Course of the rate after the warm-up: constant, or a fall to final_rate after the
+            last of `steps`, linear or along half a cosine.
+        warmup_steps: First steps of the run over which the rate rises linearly; 0: no warm-up.
+        final_rate: Share of learning_rate (with PPO, also of critic_learning_rate) at which the
+            fall ends.
+        weight_decay: Decoupled weight decay of matrices; norms and biases have none.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         max_grad_norm: Norm to which larger gradients are scaled down.
@@ -178,7 +181,9 @@ class TrainerSection:
 
     dtype: Dtype = "float32"
     learning_rate: BetweenZeroAndOne = 1e-6
-    lr_decay: bool = False
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: CountOrZero = 0
+    final_rate: BelowOne = 0.0
     weight_decay: BelowOne = 0.0
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.999

@@ -263,9 +263,17 @@ class Recipe:
         if self.checkpoint.max_restarts and not self.checkpoint.every:
             rule = "needs checkpoints to continue from, and checkpoint.every=0"
             yield "checkpoint.max_restarts", rule
+        yield from self._faults_of_schedule()
         yield from self._faults_of_evaluation()
         yield from self._faults_of_loss()
         yield from self._faults_of_ppo() if self.algorithm == "ppo" else self._faults_of_grpo()
+
+    def _faults_of_schedule(self) -> Faults:
+        first = self.ppo.critic_warmup_steps if self.algorithm == "ppo" else 0
+        if 0 < self.steps - first <= self.trainer.warmup_steps:
+            after = f" after ppo.critic_warmup_steps={first}" if first else ""
+            rule = f"leaves none of steps={self.steps}{after} to the whole learning rate"
+            yield "trainer.warmup_steps", rule
 
     def _faults_of_evaluation(self) -> Faults:
         section, temperature = self.eval, self.eval.temperature

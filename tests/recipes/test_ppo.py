@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +23,7 @@ from recipes.ppo import (
     whiten,
     with_advantages,
 )
-from trainer_bridge import SequenceBatch
+from trainer_bridge import Schedule, SequenceBatch
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)
@@ -133,8 +134,11 @@ def test_returns_that_differ_by_rounding_leave_nothing_to_explain(
 def test_trainer_fields_follow_from_the_algorithms_section() -> None:
     words = ["steps=10", "ppo.epochs=2", "ppo.mini_batches=3"]
     words += ["ppo.critic_warmup_steps=4", "ppo.value_clip=0.5"]
-    fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", [*words, "trainer.lr_decay=true"]))
-    assert fields["decay_steps"] == 6 * 6 and fields["critic"].decay_steps == 10 * 6
+    words += ["trainer.schedule=cosine", "trainer.warmup_steps=2", "trainer.final_rate=0.1"]
+    fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", words))
+    course = Schedule(kind="cosine", warmup_updates=2 * 6, updates=6 * 6, final_rate=0.1)
+    assert fields["schedule"] == course
+    assert fields["critic"].schedule == replace(course, updates=10 * 6)
     assert fields["critic"].value_clip == 0.5
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo"))
-    assert fields["decay_steps"] is fields["critic"].decay_steps is None
+    assert fields["schedule"].kind == fields["critic"].schedule.kind == "constant"

@@ -22,6 +22,7 @@ import transformers
 from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.config.load import load
+from recipes.errors import RunError
 from recipes.evaluation import Evaluation, evaluate
 from recipes.logs.run_folder import RunFolder
 from recipes.run import continue_run, start_run
@@ -259,6 +260,27 @@ def test_run_killed_in_its_last_evaluation_resumes_with_it(
     assert same_rows(folder, straight)
 
 
+def test_rates_of_a_run_resumed_in_its_warm_up_follow_the_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    folder, update = tmp_path / "run", Trainer.update_actor
+
+    def fail_in_the_second(trainer: Trainer, batch: Any) -> Any:
+        if trainer.step == 1:
+            raise OSError("no")
+        return update(trainer, batch)
+
+    words = ["trainer.schedule=cosine", "trainer.warmup_steps=2", "trainer.final_rate=0.1"]
+    words += ["grpo.prompts_per_step=1", "grpo.samples_per_prompt=2", "eval.every=0", "steps=4"]
+    with monkeypatch.context() as patch, pytest.raises(RunError):
+        patch.setattr(Trainer, "update_actor", fail_in_the_second)
+        start_run("tiny", [*words, "checkpoint.every=1"], folder)
+    continue_run(folder)
+    rate = load("tiny").trainer.learning_rate
+    expected = [rate / 3, rate * 2 / 3, rate, rate * (1 + 0.1) / 2]
+    assert [row["learning_rate"] for row in rows(folder, "train")] == pytest.approx(expected)
+
+
 def test_resume_refuses_changed_problems_and_changed_initial_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,7 +290,7 @@ def test_resume_refuses_changed_problems_and_changed_initial_weights(
         start_run("tiny", [*SMALL, "steps=1", "eval.every=0"], tmp_path / "first")
         model_of(tmp_path / "first", model, 0)
         words = [*SMALL, "steps=1", "eval.every=0", f"model.path={model}"]
-        start_run("tiny", [*words, "trainer.lr_decay=true"], folder)
+        start_run("tiny", [*words, "trainer.schedule=linear"], folder)
         again = ["run", "--resume", str(folder), "steps=2"]
         before = contents(folder)
         with monkeypatch.context() as patch:
@@ -282,7 +304,8 @@ def test_resume_refuses_changed_problems_and_changed_initial_weights(
         assert f"model.path={model}: " in text and "began with other weights" in text
         model_of(tmp_path / "first", model, 0)
         assert main(again) == 0
-    assert "steps was 1: from its last value the learning rate" in capsys.readouterr().out
+    note = "steps was 1: without a jump, the fall of the learning rate now ends after step 2"
+    assert note in capsys.readouterr().out
     rates = [row["learning_rate"] for row in rows(folder, "train")]
     assert rates[0] == rates[1] == load("tiny").trainer.learning_rate
 

@@ -27,7 +27,6 @@ CPU = torch.device("cpu")
         ("dtype", "float8"),
         ("param_dtype", "int8"),
         ("learning_rate", math.nan),
-        ("decay_steps", 0),
         ("betas", (0.9, 1.0)),
         ("adam_eps", 0.0),
         ("max_grad_norm", 0.0),

@@ -20,12 +20,13 @@ from torch import Tensor
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
-from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Schedule, Trainer
 from trainer_bridge.errors import OtherRankFailed
 from trainer_bridge.training import checkpoint
 
 Make = Callable[..., Trainer]
 CRITIC = {"critic": CriticConfig(learning_rate=5e-3)}
+COURSE = Schedule(kind="cosine", warmup_updates=2, updates=5, final_rate=0.1)
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
 
 
@@ -45,7 +46,7 @@ def learn(trainer: Trainer, steps: range) -> list[dict[str, float]]:
     return metrics
 
 
-@pytest.mark.parametrize("changes", [{"decay_steps": 5}, CRITIC, {"lora": LORA}])
+@pytest.mark.parametrize("changes", [{"schedule": COURSE}, CRITIC, {"lora": LORA}])
 def test_resumed_run_continues_bit_identical(
     changes: dict[str, Any], model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
@@ -171,8 +172,10 @@ def test_new_decay_end_never_raises_the_learning_rate(
     place = str(tmp_path / "step")
 
     def make(end: int) -> Trainer:
-        critic = CriticConfig(learning_rate=5e-3, decay_steps=2 * end)
-        return make_trainer(model_path, decay_steps=end, critic=critic)
+        critic = CriticConfig(learning_rate=5e-3, schedule=Schedule(kind="linear", updates=2 * end))
+        return make_trainer(
+            model_path, schedule=Schedule(kind="linear", updates=end), critic=critic
+        )
 
     def rates(trainer: Trainer, step: int) -> list[float]:
         actor, *critic = learn(trainer, range(step, step + 1))

@@ -18,7 +18,7 @@ from tests.helpers.trainer_bridge.models import (
     value_batch,
     write_model,
 )
-from tests.helpers.trainer_bridge.reference_step import plain_bits
+from tests.helpers.trainer_bridge.reference_step import plain_adamw, plain_bits
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,
@@ -76,12 +76,10 @@ def test_critic_updates_match_plain_adamw(
     tied: bool, device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, tie_word_embeddings=tied)
-    trainer = make_trainer(path, device=device, **STABLE, **BOTH)
+    trainer = make_trainer(path, device=device, weight_decay=0.1, **STABLE, **BOTH)
     assert {value for row in trainer.compute_values(make_batch(3)) for value in row} == {0.0}
     plain = PlainCritic(path, head_of(trainer).cpu())
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=5e-3, eps=STABLE["adam_eps"], weight_decay=0.0
-    )
+    optimizer = plain_adamw(plain, weight_decay=0.1, lr=5e-3)
     policy = {name: shard.clone() for name, shard in trainer.shards().items()}
     for step in range(3):
         batch = value_batch(7, seed=step)

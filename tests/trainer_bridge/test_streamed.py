@@ -21,12 +21,13 @@ from tests.helpers.trainer_bridge.models import (
     write_model,
 )
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
-from trainer_bridge import CriticConfig, Trainer, TrainerConfig
+from trainer_bridge import CriticConfig, Schedule, Trainer, TrainerConfig
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.training import optimizer as optimizers
 
 Make = Callable[..., Trainer]
 ADAM: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1, "learning_rate": 1e-2}
+FALL = Schedule(kind="linear", updates=4)
 OFFLOAD: dict[str, Any] = {"optimizer_offload": True}
 ODD = {"vocab_size": 97, "intermediate_size": 45, "hidden_size": 33, "head_dim": 10}
 ODD |= {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -67,7 +68,7 @@ def test_streamed_updates_and_checkpoints_match_masters_on_device(
     """Clip, decay to 0 and use micro batches; resume each side from the other's checkpoint."""
     monkeypatch.setattr(optimizers, "CHUNK", chunk)
     path = write_model(tmp_path / "model", **ODD)
-    settings = ADAM | {"param_dtype": param_dtype, "decay_steps": 4, "max_grad_norm": 0.3}
+    settings = ADAM | {"param_dtype": param_dtype, "schedule": FALL, "max_grad_norm": 0.3}
     plain = make_trainer(path, device=device, **settings)
     streams = make_trainer(path, device=device, **settings, **OFFLOAD)
     assert_alike(streams, plain)

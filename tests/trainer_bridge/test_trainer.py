@@ -25,7 +25,7 @@ from tests.helpers.trainer_bridge.models import (
     reference_logprobs,
     write_model,
 )
-from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
+from tests.helpers.trainer_bridge.reference_step import plain_adamw, plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,
@@ -33,7 +33,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, PolicyLoss, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, PolicyLoss, Schedule, SequenceBatch, Trainer
 
 Make = Callable[..., Trainer]
 LLAMA3_ROPE = {
@@ -152,16 +152,17 @@ def test_updates_match_plain_adamw_for_any_micro_batch_size(
     path = write_model(tmp_path, tie_word_embeddings=tied)
     adam: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1}
     model = reference(path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=STABLE["adam_eps"], **adam)
+    optimizer = plain_adamw(model, **adam)
     end = 1.0 if decay is None else 0.0
     schedule = torch.optim.lr_scheduler.LinearLR(
         optimizer, start_factor=1.0, end_factor=end, total_iters=decay or 1
     )
+    falls = Schedule() if decay is None else Schedule(kind="linear", updates=decay)
     trainer = make_trainer(
         path,
         device=device,
         loss=PolicyLoss(clip_high=0.3),
-        decay_steps=decay,
+        schedule=falls,
         **STABLE,
         **adam,
         **changes,

@@ -52,7 +52,7 @@ UNEVEN = {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
 }
-CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2}
+CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2, "weight_decay": 0.1}
 STEPS = 2
 # The ranks have 3 and 2 experts, or 1 and none; one layer is sharded by columns; latent attention.
 EXPERTS: list[tuple[str, dict[str, Any]]] = [

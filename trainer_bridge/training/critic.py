@@ -9,7 +9,7 @@ from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learn
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.training.model import build_model
-from trainer_bridge.training.optimizer import Schedule, build_optimizer, optimizer_step
+from trainer_bridge.training.optimizer import LearningRate, build_optimizer, optimizer_step
 
 
 class Critic:
@@ -27,7 +27,7 @@ class Critic:
         self.model = build_model(self.config, runtime, saver, tag=CRITIC)
         params = list(self.model.parameters())
         self.optimizer = build_optimizer(params, self.config, runtime, saver, CRITIC_OPTIM)
-        self.step, self.schedule = 0, Schedule.of(self.config)
+        self.step, self.rate = 0, LearningRate.of(self.config)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Compute fp32 values, one per response token of each sequence."""
@@ -51,7 +51,7 @@ class Critic:
             self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
         )
         loss, clipped = (total / batch.num_tokens for total in sums)
-        rate = self.schedule.after(self.step)
+        rate = self.rate.after(self.step)
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
         figures = {"value_loss": loss, "value_clip_fraction": clipped}

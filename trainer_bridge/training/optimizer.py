@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
-from trainer_bridge.config import TrainerConfig
+from trainer_bridge.config import Schedule, TrainerConfig
 from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
 from trainer_bridge.training.device import Runtime, side_by_side
@@ -60,12 +60,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         read. `chunk` counts elements, a multiple of 64; None takes `CHUNK`. A HostMemoryError says
         how much host memory is missing.
         """
-        defaults = {"lr": config.learning_rate, "betas": config.betas}
-        super().__init__(
-            params, defaults | {"eps": config.adam_eps, "weight_decay": config.weight_decay}
-        )
+        defaults = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_eps}
+        super().__init__(decay_groups(params, config.weight_decay), defaults)
         self.whole = True
         self._params = list(params)
+        self._numbers = {param: number for number, param in enumerate(params)}
         self._weights = [local_shard(param).view(-1) for param in params]
         sizes = [weight.numel() for weight in self._weights]
         *starts, end = accumulate((round_up(size, _ALIGN) for size in sizes), initial=0)
@@ -98,36 +97,38 @@ class StreamedAdamW(torch.optim.Optimizer):
 
         Parameters without a gradient do not change.
         """
-        (group,) = self.param_groups
-        grads = {
-            number: local_shard(param.grad).view(-1)
-            for number, param in enumerate(self._params)
-            if param.grad is not None
-        }
-        after, (beta1, beta2) = self._step + 1, group["betas"]
-        names = ("lr", "weight_decay", "eps")
-        options = {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
+        after = self._step + 1
+        groups = [(self._grads(group["params"]), _options(group)) for group in self.param_groups]
 
-        def work(slot: Tensor, pieces: Sequence[_Slice]) -> None:
-            pieces = [piece for piece in pieces if piece.param in grads]
-            if not pieces:
-                return
-            torch._fused_adamw_(
-                _parts(slot[0], pieces),
-                [grads[piece.param][piece.in_shard] for piece in pieces],
-                _parts(slot[1], pieces),
-                _parts(slot[2], pieces),
-                [],
-                [after] * len(pieces),
-                amsgrad=False,
-                maximize=False,
-                **options,
-            )
-            self._round(slot, pieces)
+        def work(slot: Tensor, all_pieces: Sequence[_Slice]) -> None:
+            for grads, options in groups:
+                pieces = [piece for piece in all_pieces if piece.param in grads]
+                if not pieces:
+                    continue
+                torch._fused_adamw_(
+                    _parts(slot[0], pieces),
+                    [grads[piece.param][piece.in_shard] for piece in pieces],
+                    _parts(slot[1], pieces),
+                    _parts(slot[2], pieces),
+                    [],
+                    [after] * len(pieces),
+                    amsgrad=False,
+                    maximize=False,
+                    **options,
+                )
+                self._round(slot, pieces)
 
         self._pass(work, inward=len(_ROWS), outward=len(_ROWS))
         self._step.copy_(after)
         self.whole = True
+
+    def _grads(self, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+        """Return the flat gradient shards of `params` by number of the parameter."""
+        return {
+            self._numbers[param]: local_shard(param.grad).view(-1)
+            for param in params
+            if param.grad is not None
+        }
 
     def _round(self, slot: Tensor, pieces: Sequence[_Slice]) -> None:
         if pieces:
@@ -185,6 +186,13 @@ def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_
     return chunks
 
 
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the fused kernel for a parameter group."""
+    beta1, beta2 = group["betas"]
+    names = ("lr", "weight_decay", "eps")
+    return {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
+
+
 def _parts(row: Tensor, pieces: Sequence[_Slice]) -> list[Tensor]:
     return [row[piece.in_chunk] for piece in pieces]
 
@@ -196,39 +204,60 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A learning rate that is constant or falls linearly."""
+class LearningRate:
+    """The learning rate of every update.
+
+    With learning rate L and W updates of warm-up, update u + 1 has L (u + 1) / (W + 1) while u < W,
+    so no update has rate 0, and u = W is the first with the whole rate. Then the rate falls from
+    `rate` at u = `start` to F = L * final_rate at u = `schedule.updates`. It is
+    q rate + (1 - q) F, where with p = (u - start) / (updates - start)
+
+        linear: q = 1 - p
+        cosine: q = (1 + cos(pi p)) / 2
+
+    Source of the cosine: Loshchilov and Hutter, "SGDR" (2017), without restarts. TRL and verl have
+    the same forms, but begin the warm-up with an update of rate 0. Without that update, and with
+    one more in warm-up and run, their rates are these.
+    """
 
     learning_rate: float  # as configured
-    rate: float  # after `start` updates
-    start: int = 0  # updates before the decay begins
-    end: int | None = None  # updates after which the rate is 0; None keeps it constant
+    schedule: Schedule
+    rate: float  # from which the rate falls
+    start: int  # updates before the fall
 
     @classmethod
-    def of(cls, config: TrainerConfig) -> Schedule:
-        rate = config.learning_rate
-        return cls(learning_rate=rate, rate=rate, end=config.decay_steps)
+    def of(cls, config: TrainerConfig) -> LearningRate:
+        rate, schedule = config.learning_rate, config.schedule
+        return cls(learning_rate=rate, schedule=schedule, rate=rate, start=schedule.warmup_updates)
 
     def after(self, updates: int) -> float:
         """Return the learning rate after `updates` optimizer steps."""
-        if self.end is None:
+        warmup, kind, end = self.schedule.warmup_updates, self.schedule.kind, self.schedule.updates
+        if updates < warmup:
+            return self.learning_rate * (updates + 1) / (warmup + 1)
+        if kind == "constant" or end is None:
             return self.rate
-        return self.rate * max(0.0, 1 - (updates - self.start) / max(1, self.end - self.start))
+        # Before `start`, which a second resume at one seam asks for, the rate is `rate`.
+        progress = min(1.0, max(0, updates - self.start) / max(1, end - self.start))
+        left = 1 - progress if kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        final = self.learning_rate * self.schedule.final_rate
+        return self.rate * left + final * (1 - left)  # exact at both ends
 
-    def continuing(self, stored: Mapping[str, Any] | None, done: int) -> Schedule:
-        """Return the schedule of a run that continues from a checkpoint after `done` updates.
+    def continuing(self, stored: Mapping[str, Any] | None, done: int) -> LearningRate:
+        """Return the learning rate of a run that continues from a checkpoint after `done` updates.
 
-        It is the stored schedule. If the end differs, the rate falls from that of the last update,
-        because a new end must never raise it. If the learning rate differs, or if one of the two
-        schedules is constant, this schedule applies. `stored` has the fields of the checkpoint's
-        schedule; None if it has none.
+        It is the stored one. If the run's number of updates differs, the rate falls from that of
+        the last update, because a new end must never raise it; a warm-up that is not complete
+        continues. If anything else differs, this learning rate applies. `stored` has the fields of
+        the checkpoint's; None if it has none.
         """
-        if stored is None or not done:
+        if stored is None or done <= self.schedule.warmup_updates:
             return self
-        before = Schedule(**stored)
-        if self.end is None or before.end is None or self.learning_rate != before.learning_rate:
+        same_end = {**stored["schedule"], "updates": self.schedule.updates}
+        if (stored["learning_rate"], same_end) != (self.learning_rate, asdict(self.schedule)):
             return self
-        if self.end == before.end:
+        before = LearningRate(**{**stored, "schedule": Schedule(**stored["schedule"])})
+        if before.schedule == self.schedule:
             return before
         return replace(self, rate=before.after(done - 1), start=done)
 
@@ -266,6 +295,19 @@ def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
         optimizer.publish()
 
 
+def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Divide parameters into matrices with weight decay, and norms and biases without.
+
+    Norms and biases have one dimension. Decay would pull the scale of a norm, whose neutral value
+    is 1, to 0. TRL (transformers' trainer) leaves them out, too; verl with FSDP decays all.
+    """
+    parts = (
+        ([p for p in params if p.ndim > 1], weight_decay),
+        ([p for p in params if p.ndim < 2], 0.0),
+    )
+    return [{"params": part, "weight_decay": decay} for part, decay in parts if part]
+
+
 def build_optimizer(
     params: Sequence[nn.Parameter],
     config: TrainerConfig,
@@ -282,11 +324,10 @@ def build_optimizer(
         return StreamedAdamW(params, config, runtime)
     device = runtime.device
     optimizer = torch.optim.AdamW(
-        params,
+        decay_groups(params, config.weight_decay),
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.adam_eps,
-        weight_decay=config.weight_decay,
         fused=True,
     )
     specs = [(tuple(local_shard(param).shape), param.dtype) for param in params]

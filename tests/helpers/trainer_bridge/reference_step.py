@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.trainer_bridge.models import reference_logprobs
 from tests.helpers.trainer_bridge.states import MOMENTS
+from tests.helpers.trainer_bridge.tolerance import LEARNING_RATE, STABLE
 from trainer_bridge import SequenceBatch
 
 
@@ -22,6 +23,19 @@ def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.
         for m in MOMENTS
     }
     return params | moments
+
+
+def plain_adamw(
+    model: torch.nn.Module, weight_decay: float, lr: float = LEARNING_RATE, **options: Any
+) -> torch.optim.Optimizer:
+    """Build torch's AdamW with the options of STABLE trainers, two groups told apart by name."""
+    groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            apart = "norm" in name or name.endswith("bias")
+            groups[0.0 if apart else weight_decay].append(param)
+    parts = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+    return torch.optim.AdamW(parts, lr=lr, eps=STABLE["adam_eps"], **options)
 
 
 def plain_step(
