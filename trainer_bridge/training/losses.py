@@ -8,28 +8,12 @@ from torch import Tensor, nn
 
 from memsaver.system.plain import all_gather_plain
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.ops.token_scores import ScoringHead
+from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.model import reshard
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
-
-_ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
-
-
-def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
-
-    The log-probabilities are log_softmax(logits / temperature)[target], of `logits` [N, V] in any
-    float dtype and `target` int64 [N]. The entropies have no gradient.
-    """
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = logp.gather(-1, target[:, None]).squeeze(-1)
-    with torch.no_grad():
-        chunks = logp.detach().split(_ENTROPY_CHUNK)
-        entropy = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
-    return chosen, entropy
 
 
 def ppo_clip(
@@ -91,15 +75,22 @@ def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
     return logits[micro.row, micro.column]
 
 
-def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and entropies, fp32 [N], of a micro batch's response tokens."""
+def micro_logprobs(
+    model: Any, micro: MicroBatch, temperature: float, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropies, fp32 [N], of a micro batch's response tokens.
+
+    The entropies have a gradient if `entropy_grad` is true.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, ScoringHead):
-        return token_logprobs(token_logits(model, micro), micro.target, temperature)
+        logits = token_logits(model, micro)
+        logprobs, entropy = logit_scores(logits, micro.target, temperature)
+        return logprobs, entropy if entropy_grad else entropy.detach()
     at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-    with head.scoring(at, micro.target, temperature):
+    with head.scoring(at, micro.target, temperature, entropy_grad):
         logprobs, entropy = model(**micro.inputs()).logits
-    return logprobs, entropy.detach()
+    return logprobs, entropy
 
 
 def score_tokens(
