@@ -49,14 +49,14 @@ def micro_logprobs(
     The entropies have a gradient if `entropy_grad` is true.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, ScoringHead):
+    if isinstance(head, ScoringHead):
+        at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
+        with head.scoring(at, micro.target, temperature, entropy_grad):
+            logprobs, entropy = model(**micro.inputs()).logits
+    else:
         logits = token_logits(model, micro)
         logprobs, entropy = logit_scores(logits, micro.target, temperature)
-        return logprobs, entropy if entropy_grad else entropy.detach()
-    at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-    with head.scoring(at, micro.target, temperature, entropy_grad):
-        logprobs, entropy = model(**micro.inputs()).logits
-    return logprobs, entropy
+    return logprobs, entropy if entropy_grad else entropy.detach()
 
 
 def score_tokens(
@@ -110,8 +110,8 @@ def policy_gradient(
 ) -> list[Tensor]:
     """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
-    The loss of a token is the term of `config.loss` (`policy_terms`) and the KL divergence from the
-    reference. `token_factors` adds the tokens up.
+    The loss of a token is the term of `config.loss` (`policy_terms`), plus the KL divergence from
+    the reference, minus the entropy. `token_factors` adds the tokens up.
 
     Returns:
         Sums over the micro batch's tokens: loss, with its factors; tokens clipped at the low side
@@ -121,13 +121,17 @@ def policy_gradient(
     loss, coefficient = config.loss, config.router_aux_loss_coef
     real = micro.real if coefficient else None
     with replay(model, micro.routed), load_balance(model, real) as balance:
-        logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
+        logprobs, entropy = micro_logprobs(
+            model, micro, batch.temperature, entropy_grad=loss.entropy_coef != 0
+        )
         log_ratio = logprobs - batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
         terms, low, high = policy_terms(loss, log_ratio, logprobs, advantages, micro)
         if loss.kl_coef:
             reference = batch.of_tokens("ref_logprobs", micro)
             terms = terms + loss.kl_coef * kl_terms(loss.kl_estimator, logprobs, reference)
+        if loss.entropy_coef:
+            terms = terms - loss.entropy_coef * entropy
         total = (terms * token_factors(loss, batch, micro)).sum()
         if balance is not None and len(logprobs):
             total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
@@ -135,7 +139,7 @@ def policy_gradient(
         (total * world).backward()
     with torch.no_grad():
         kl = (log_ratio.exp() - 1 - log_ratio).sum()
-    return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.sum()]
+    return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.detach().sum()]
 
 
 def _micro_batches(
