@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
-from tests.helpers.case_selection import some
+from tests.helpers.case_selection import pairwise, some
 from tests.helpers.trainer_bridge.models import (
     make_batch,
     reference,
@@ -26,11 +26,19 @@ from tests.helpers.trainer_bridge.models import (
 from tests.helpers.trainer_bridge.tolerance import U, assert_scores
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.ops import token_scores as token_scores_module
-from trainer_bridge.ops.token_scores import ScoringHead, score_in_head, token_scores
+from trainer_bridge.ops.token_scores import (
+    ScoringHead,
+    logit_scores,
+    score_in_head,
+    token_scores,
+)
 
 WIDTH = 64
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ASKED = ["logprobs", "both", "entropy"]  # scores that a loss depends on
 # (tokens, words, bytes of a slice); 1 byte gives the smallest slices, here three.
 SHAPES = some((5, 4999, 1), (3, 300, 1 << 27), whole=[(37, 5120, 1), (0, 300, 1), (1, 2049, 1)])
+REAL = [(3, 151936, 1 << 18), (2, 49152, 1 << 27)]
 LARGE = [(700, 151936, 1 << 27), (513, 49152, 1 << 24), (37, 50257, 1), (1, 151936, 1 << 27)]
 
 
@@ -41,46 +49,58 @@ def impl(request: pytest.FixtureRequest, device: str) -> Impl:
     return request.param
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "asked"), pairwise(SHAPES, DTYPES, ASKED) + pairwise(REAL, DTYPES, ["both"])
+)
 @pytest.mark.parametrize("temperature", some(0.7, whole=[1.0, 1.9]))
 def test_token_scores_and_gradients_match_fp64(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
+    asked: str,
     temperature: float,
     impl: Impl,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
-    assert_matches_fp64(shape[:2], dtype, temperature, impl, device)
+    assert_matches_fp64(shape[:2], dtype, temperature, asked, impl, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", LARGE, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_token_scores_match_fp64_for_real_vocabularies(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
+    asked: str,
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
-    assert_matches_fp64(shape[:2], dtype, temperature, "auto", "cuda:0")
+    assert_matches_fp64(shape[:2], dtype, temperature, asked, "auto", "cuda:0")
 
 
 def assert_matches_fp64(
-    shape: tuple[int, int], dtype: torch.dtype, temperature: float, impl: Impl, device: str
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    temperature: float,
+    asked: str,
+    impl: Impl,
+    device: str,
 ) -> None:
-    """Compare scores and gradients with fp64.
+    """Compare scores and gradients with fp64, also from logits.
 
     All products are sums of 64 terms -1, 0 or 1, so logits are integers below 65, exact in every
     dtype and order of addition. z and the logarithm of the sum of its powers are below 65 / 0.7 +
     log(V) = 105, and rounded 4 times. The exponential rounds its argument times log2(e), so the
     error of a power is 5 * 105 units. The error of a sum of V powers is 4 sqrt(V) units
-    (`tolerance.py`). The gradient of a logit is as large as its two parts. The gradient, the sum of
-    a slice and the result are rounded to the dtype, or truncated by the interpreter: 3 eps.
+    (`tolerance.py`). The entropy, and z minus its mean, add terms below log(V) with that error.
+
+    The gradient of a logit is as large as its parts: hit * grad, p * grad, and p * (z - mean) *
+    grad_entropy. The gradient, the sum of a slice and the result are rounded to the dtype, or
+    truncated by the interpreter: 3 eps, or the smallest number that the dtype can represent.
     """
     count, words = shape
     draw = torch.Generator().manual_seed(words)
@@ -88,28 +108,40 @@ def assert_matches_fp64(
     weight = torch.randint(-1, 2, (words, WIDTH), generator=draw).to(device, dtype)
     target = torch.randint(words, (count,), generator=draw).to(device)
     target[:2] = torch.tensor([words - 1, 0])[:count]
-    grad = torch.randn(count, generator=draw).to(device)
+    grads = torch.randn(2, count, generator=draw).to(device)
+    grads *= torch.tensor([[asked != "entropy"], [asked != "logprobs"]], device=device)
+    logits = (hidden @ weight.T).requires_grad_()
     hidden.requires_grad_()
     weight.requires_grad_()
-    chosen, entropy = token_scores(hidden, weight, target, temperature, impl)
-    chosen.backward(grad)
+    scores = token_scores(hidden, weight, target, temperature, impl)
+    wanted = {"logprobs": slice(1), "entropy": slice(1, 2)}.get(asked, slice(2))
+    torch.autograd.backward(scores[wanted], [*grads[wanted]])
+    torch.autograd.backward(
+        logit_scores(logits, target, temperature, impl)[wanted], [*grads[wanted]]
+    )
 
     wide, table = hidden.detach().double(), weight.detach().double()
     logp = torch.log_softmax(wide @ table.T / temperature, -1)
     likely, off = logp.exp(), (525 + 4 * math.sqrt(words)) * U
     expected = logp.gather(1, target[:, None])[:, 0]
-    assert chosen.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
-    assert_below(chosen.detach() - expected, torch.full_like(expected, off + 210 * U))
-    spread = -(likely * logp).sum(-1)
-    assert_below(entropy - spread, off * (1 + 2 * math.log(words)) + 0 * spread)
+    chosen, entropy = (score.detach() for score in scores)
+    assert chosen.dtype == entropy.dtype == torch.float32
+    assert_below(chosen - expected, torch.full_like(expected, off + 210 * U))
+    spread, off_mean = -(likely * logp).sum(-1), off * (1 + 2 * math.log(words))
+    assert_below(entropy - spread, off_mean + 0 * spread)
     hit = torch.nn.functional.one_hot(target, words).double()
-    scale = grad.double()[:, None] / temperature
-    slope, size = (hit - likely) * scale, (hit + likely) * scale.abs()
-    allowed = 3 * torch.finfo(dtype).eps + off
-    assert hidden.grad is not None and weight.grad is not None
-    assert hidden.grad.dtype == weight.grad.dtype == dtype
-    assert_below(hidden.grad - slope @ table, allowed * size @ table.abs())
-    assert_below(weight.grad - slope.T @ wide, allowed * size.T @ wide.abs())
+    scale, scale_entropy = grads.double()[:, :, None] / temperature
+    apart = logp + spread[:, None]
+    slope = (hit - likely) * scale - likely * apart * scale_entropy
+    unit = torch.finfo(dtype)
+    lost = unit.smallest_normal * unit.eps
+    size = (hit + likely) * scale.abs() + likely * apart.abs() * scale_entropy.abs()
+    allowed = (3 * unit.eps + off) * size + likely * (off_mean + off) * scale_entropy.abs() + lost
+    for tensor in (hidden, weight, logits):
+        assert tensor.grad is not None and tensor.grad.dtype == dtype
+    assert_below(logits.grad - slope, allowed)
+    assert_below(hidden.grad - slope @ table, allowed @ table.abs() + lost * (2 + words / 2048))
+    assert_below(weight.grad - slope.T @ wide, allowed.T @ wide.abs() + lost)
 
 
 def assert_below(difference: Tensor, allowed: Tensor) -> None:
@@ -164,6 +196,31 @@ def test_only_one_slice_of_logits_is_in_memory() -> None:
         token_scores(hidden, weight, target, 1.0)[0].sum().backward()
         rises.append(torch.cuda.max_memory_allocated() - before)
     assert rises[1] <= token_scores_module.SLICE_BYTES + weight.nbytes + (16 << 20)
+
+
+@pytest.mark.gpu
+def test_scores_of_logits_take_one_copy_of_them() -> None:
+    """Allow the gradient of the logits, and 1 MiB of scores."""
+    logits = torch.randn(512, 151936, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(512, device="cuda:0")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chosen, entropy = logit_scores(logits, target, 1.0)
+    (chosen + entropy).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= logits.nbytes + (1 << 20)
+
+
+def test_entropy_that_no_loss_depends_on_changes_no_bit_of_the_gradient(
+    impl: Impl, device: str
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = (9 * torch.randn(5, 4999, generator=draw)).to(device).requires_grad_()
+    chosen, entropy = logit_scores(logits, torch.arange(5, device=device), 0.7, impl)
+    first, second = (
+        torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0]
+        for loss in (chosen, chosen + 0 * entropy)
+    )
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 import memsaver
 from rollout import Engine
@@ -41,7 +42,8 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Trainer
+from trainer_bridge.config import Aggregation, LossKind
 from trainer_bridge.sync.shards import local_shard, shard_box
 
 UNEVEN = {
@@ -54,6 +56,17 @@ UNEVEN = {
 }
 CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2, "weight_decay": 0.1}
 STEPS = 2
+LOSSES = [
+    PolicyLoss(
+        kind=kind,
+        aggregation=aggregation,
+        max_tokens=9,
+        dual_clip=None if kind == "cispo" else 1.5,
+        entropy_coef=0.5,
+    )
+    for kind in get_args(LossKind)
+    for aggregation in get_args(Aggregation)
+]
 # The ranks have 3 and 2 experts, or 1 and none; one layer is sharded by columns; latent attention.
 EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1}),
@@ -74,6 +87,16 @@ def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def learn(trainer: Trainer) -> list[dict[str, float]]:
     return [trainer.update_actor(make_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
+
+
+def losses(path: str, micro_batch_size: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    """Return metrics and learned numbers of one update with each loss."""
+    results = []
+    for loss in LOSSES:
+        changes = {**CHANGES, "micro_batch_size": micro_batch_size, "loss": loss}
+        trainer = Trainer(config(path, **changes))
+        results.append((trainer.update_actor(make_batch(COUNTS[0])), bits(trainer, whole=True)))
+    return results
 
 
 def sync(trainer: Trainer, path: str) -> dict[str, Any]:
@@ -255,6 +278,7 @@ def worker(rank: int, path: str, out: str) -> None:
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
     result["streamed"] = streamed(path)
+    result["losses"] = losses(path, micro_batch_size=1)
     result["models"] = with_models(path, memsaver.MemorySaver())
     result["drawn"] = drawn(f"{out}/described")
     result["experts"] = []
@@ -303,6 +327,20 @@ def test_two_ranks_score_and_update_like_one(
         assert_scores(result["scores"], scores)
         assert_learning(result, metrics, bits(alone))
     assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_ranks_and_micro_batches_do_not_change_an_update_with_any_loss(
+    two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+) -> None:
+    """Compare three micro batches on each of two ranks with one on one rank."""
+    path, _, results = two_ranks
+    make_trainer(path)  # creates the process group
+    alone = losses(path, micro_batch_size=64)
+    for result in results:
+        for got, wanted in zip(result["losses"], alone, strict=True):
+            assert_metrics(got[0], wanted[0])
+            assert_learned(got[1], wanted[1], 1)
+    assert len({metrics["grad_norm"] for metrics, _ in alone}) == len(LOSSES)
 
 
 def test_critic_and_reference_on_two_ranks_match_one(

@@ -30,11 +30,23 @@ def token_scores(
     """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
     The log-probabilities are log_softmax(hidden @ weight.T / temperature)[target], of hidden states
-    [N, H], the output embedding `weight` [V, H] of the same dtype, and `target` int64 [N]. The
-    entropies have no gradient. Logits are rounded to the dtype of the inputs, as in a linear layer.
-    All else is fp32.
+    [N, H], the output embedding `weight` [V, H] of the same dtype, and `target` int64 [N]. Logits
+    are rounded to the dtype of the inputs, as in a linear layer. All else is fp32.
+
+    Both results have gradients. That of the entropies takes time only where a loss depends on them.
     """
     chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl)
+    return chosen, entropy
+
+
+def logit_scores(
+    logits: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Compute the results of `token_scores` from logits [N, V] in any float dtype.
+
+    The only temporary as large as the logits is their gradient.
+    """
+    chosen, entropy = _LogitScores.apply(logits, target, temperature, impl)
     return chosen, entropy
 
 
@@ -47,34 +59,72 @@ class _TokenScores(torch.autograd.Function):
             reduce_logits(hidden @ weight[start:stop].T, target, start, temperature, impl)
             for start, stop in _slices(hidden, weight)
         ]
-        peak, mass, fall, chosen = torch.stack(parts, 1).unbind()
-        top = peak.amax(0)
-        share = (peak - top).exp()
-        fall = ((fall + (top - peak) * mass) * share).sum(0)
-        mass = (mass * share).sum(0)
-        # Keep them apart: their sum would be rounded to the precision of the largest logit.
-        ctx.save_for_backward(hidden, weight, target, top, mass.log())
+        chosen, entropy, norm = _combine(parts)
+        ctx.save_for_backward(hidden, weight, target, *norm)
         ctx.temperature, ctx.impl = temperature, impl
-        entropy = mass.log() + fall / mass
-        ctx.mark_non_differentiable(entropy)
-        return chosen.amax(0) - top - mass.log(), entropy
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, *norm = ctx.saved_tensors
-        grad = grad.contiguous()
+        inputs = _inputs(norm, *grads)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start, stop in _slices(hidden, weight):
             words = weight[start:stop]
             logits = hidden @ words.T
-            logits_to_gradient(logits, target, *norm, grad, start, ctx.temperature, ctx.impl)
+            logits_to_gradient(logits, target, *inputs, start, ctx.temperature, ctx.impl)
             grad_hidden += logits @ words
             if grad_weight is not None:
                 torch.mm(logits.T, hidden, out=grad_weight[start:stop])
             del logits  # before the next slice's
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+
+class _LogitScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, temperature: float, impl: Impl
+    ) -> tuple[Tensor, Tensor]:
+        chosen, entropy, norm = _combine([reduce_logits(logits, target, 0, temperature, impl)])
+        ctx.save_for_backward(logits, target, *norm)
+        ctx.temperature, ctx.impl = temperature, impl
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, target, *norm = ctx.saved_tensors
+        slope, inputs = logits.clone(), _inputs(norm, *grads)
+        logits_to_gradient(slope, target, *inputs, 0, ctx.temperature, ctx.impl)
+        return slope, None, None, None
+
+
+def _combine(parts: list[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Combine reduced slices of the vocabulary.
+
+    Returns:
+        fp32 [N]: log-probabilities, entropies, and the norm for `logits_to_gradient`.
+    """
+    peak, mass, fall, chosen = torch.stack(parts, 1).unbind()
+    top = peak.amax(0)
+    share = (peak - top).exp()
+    fall = ((fall + (top - peak) * mass) * share).sum(0)
+    mass = (mass * share).sum(0)
+    # Keep them apart: their sum would be rounded to the precision of the largest logit.
+    norm = top, mass.log(), fall / mass
+    return chosen.amax(0) - top - norm[1], norm[1] + norm[2], norm
+
+
+def _inputs(
+    norm: list[Tensor], grad: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the inputs of `logits_to_gradient`, from the gradients that a loss gave the scores."""
+    grad = torch.zeros_like(norm[0]) if grad is None else grad.contiguous()
+    return *norm, grad, None if grad_entropy is None else grad_entropy.contiguous()
 
 
 def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
@@ -129,33 +179,45 @@ def logits_to_gradient(
     target: Tensor,
     top: Tensor,
     log_mass: Tensor,
+    mean_fall: Tensor,
     grad: Tensor,
+    grad_entropy: Tensor | None,
     start: int,
     temperature: float,
     impl: str = "auto",
 ) -> None:
     """Replace a slice of logits by their gradient.
 
+    With p = softmax(z), the gradient of z is grad * (hit - p) - grad_entropy * p * (z - mean of z).
+
     Args:
         logits: [N, words], overwritten.
         target: int64 [N], the tokens.
         top: fp32 [N], the maximum of z = logits / temperature over the whole vocabulary.
         log_mass: fp32 [N], the logarithm of the sum of exp(z - top) over the whole vocabulary.
+        mean_fall: fp32 [N], the mean of top - z over the distribution of each token.
         grad: fp32 [N], gradient of the targets' log-probabilities.
+        grad_entropy: fp32 [N], gradient of the entropies; None stands for zeros and takes no time.
         start: Number of the first word in the vocabulary.
         temperature: Divides the logits.
         impl: Implementation to use.
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        (rows, words), inputs = logits.shape, (target, top, log_mass, grad)
+        (rows, words), inputs = logits.shape, [target, top, log_mass, mean_fall, grad]
         assert logits.stride(1) == 1 and all(tensor.is_contiguous() for tensor in inputs)
+        assert grad_entropy is None or grad_entropy.is_contiguous()
         numbers, how = (logits.stride(0), words, start, temperature), _cut(words)
+        grid = rows, triton.cdiv(words, how["BLOCK"])
         with torch.cuda.device_of(logits):
-            _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](logits, *inputs, *numbers, **how)
+            _to_gradient[grid](logits, *inputs, grad_entropy, *numbers, **how)
         return
     hit = torch.arange(start, start + logits.shape[1], device=logits.device) == target[:, None]
-    likely = (logits.float() / temperature - top[:, None] - log_mass[:, None]).exp()
-    logits.copy_((hit.float() - likely) * (grad / temperature)[:, None])
+    fall = top[:, None] - logits.float() / temperature
+    likely = (-fall - log_mass[:, None]).exp()
+    slope = (hit.float() - likely) * (grad / temperature)[:, None]
+    if grad_entropy is not None:
+        slope += likely * (fall - mean_fall[:, None]) * (grad_entropy / temperature)[:, None]
+    logits.copy_(slope)
 
 
 @logits_to_gradient.register_fake
@@ -205,7 +267,18 @@ def _reduce(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["start", "temperature"])
 def _to_gradient(  # type: ignore[no-untyped-def]
-    logits, target, top, log_mass, grad, stride, words, start, temperature, BLOCK: tl.constexpr
+    logits,
+    target,
+    top,
+    log_mass,
+    mean_fall,
+    grad,
+    grad_entropy,
+    stride,
+    words,
+    start,
+    temperature,
+    BLOCK: tl.constexpr,
 ):
     """Compute the gradient of a block of logits, as program (row, block of words)."""
     row = tl.program_id(0).to(tl.int64)
@@ -213,8 +286,12 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     place, inside = logits + row * stride + at, at < words
     z = tl.div_rn(tl.load(place, mask=inside, other=0.0).to(tl.float32), temperature)
     hit = tl.where(at == tl.load(target + row) - start, 1.0, 0.0)
-    likely = tl.exp(z - tl.load(top + row) - tl.load(log_mass + row))
+    below = z - tl.load(top + row)
+    likely = tl.exp(below - tl.load(log_mass + row))
     slope = (hit - likely) * tl.div_rn(tl.load(grad + row), temperature)
+    if grad_entropy is not None:  # known at compile time
+        apart = likely * (below + tl.load(mean_fall + row))
+        slope -= apart * tl.div_rn(tl.load(grad_entropy + row), temperature)
     tl.store(place, slope.to(logits.dtype.element_ty), mask=inside)
 
 
@@ -229,17 +306,19 @@ class ScoringHead(nn.Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = layer.weight
         self.register_parameter("bias", None)
-        self._asked: tuple[Tensor, Tensor, float] | None = None
+        self._asked: tuple[Tensor, Tensor, float, bool] | None = None
 
     @contextlib.contextmanager
-    def scoring(self, at: Tensor, target: Tensor, temperature: float) -> Iterator[None]:
+    def scoring(
+        self, at: Tensor, target: Tensor, temperature: float, entropy_grad: bool = False
+    ) -> Iterator[None]:
         """Compute token scores inside the block, from hidden states [B, L, H].
 
         The model then returns fp32 [2, N] in place of logits: log-probabilities and entropies of
         tokens `target`, int64 [N]. `at`, int64 [N], has the positions in B * L that predict the
-        tokens.
+        tokens. The entropies have a gradient if `entropy_grad` is true.
         """
-        self._asked = at, target, temperature
+        self._asked = at, target, temperature, entropy_grad
         try:
             yield
         finally:
@@ -248,9 +327,10 @@ class ScoringHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self._asked is None:
             return F.linear(x, self.weight)
-        at, target, temperature = self._asked
+        at, target, temperature, entropy_grad = self._asked
         hidden = x.flatten(0, 1).index_select(0, at)
-        return torch.stack(token_scores(hidden, self.weight, target, temperature))
+        chosen, entropy = token_scores(hidden, self.weight, target, temperature)
+        return torch.stack([chosen, entropy if entropy_grad else entropy.detach()])
 
 
 def score_in_head(model: Any) -> None:

@@ -8,29 +8,13 @@ from torch import Tensor, nn
 
 from memsaver.system.plain import all_gather_plain
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.ops.token_scores import ScoringHead
+from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.model import reshard
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
 from trainer_bridge.training.policy_loss import kl_terms, policy_terms, token_factors
-
-_ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
-
-
-def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
-
-    The log-probabilities are log_softmax(logits / temperature)[target], of `logits` [N, V] in any
-    float dtype and `target` int64 [N]. The entropies have no gradient.
-    """
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = logp.gather(-1, target[:, None]).squeeze(-1)
-    with torch.no_grad():
-        chunks = logp.detach().split(_ENTROPY_CHUNK)
-        entropy = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
-    return chosen, entropy
 
 
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -57,15 +41,22 @@ def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
     return logits[micro.row, micro.column]
 
 
-def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and entropies, fp32 [N], of a micro batch's response tokens."""
+def micro_logprobs(
+    model: Any, micro: MicroBatch, temperature: float, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropies, fp32 [N], of a micro batch's response tokens.
+
+    The entropies have a gradient if `entropy_grad` is true.
+    """
     head = model.get_output_embeddings()
-    if not isinstance(head, ScoringHead):
-        return token_logprobs(token_logits(model, micro), micro.target, temperature)
-    at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-    with head.scoring(at, micro.target, temperature):
-        logprobs, entropy = model(**micro.inputs()).logits
-    return logprobs, entropy.detach()
+    if isinstance(head, ScoringHead):
+        at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
+        with head.scoring(at, micro.target, temperature, entropy_grad):
+            logprobs, entropy = model(**micro.inputs()).logits
+    else:
+        logits = token_logits(model, micro)
+        logprobs, entropy = logit_scores(logits, micro.target, temperature)
+    return logprobs, entropy if entropy_grad else entropy.detach()
 
 
 def score_tokens(
@@ -119,8 +110,8 @@ def policy_gradient(
 ) -> list[Tensor]:
     """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
-    The loss of a token is the term of `config.loss` (`policy_terms`) and the KL divergence from the
-    reference. `token_factors` adds the tokens up.
+    The loss of a token is the term of `config.loss` (`policy_terms`), plus the KL divergence from
+    the reference, minus the entropy. `token_factors` adds the tokens up.
 
     Returns:
         Sums over the micro batch's tokens: loss, with its factors; tokens clipped at the low side
@@ -130,13 +121,17 @@ def policy_gradient(
     loss, coefficient = config.loss, config.router_aux_loss_coef
     real = micro.real if coefficient else None
     with replay(model, micro.routed), load_balance(model, real) as balance:
-        logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
+        logprobs, entropy = micro_logprobs(
+            model, micro, batch.temperature, entropy_grad=loss.entropy_coef != 0
+        )
         log_ratio = logprobs - batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
         terms, low, high = policy_terms(loss, log_ratio, logprobs, advantages, micro)
         if loss.kl_coef:
             reference = batch.of_tokens("ref_logprobs", micro)
             terms = terms + loss.kl_coef * kl_terms(loss.kl_estimator, logprobs, reference)
+        if loss.entropy_coef:
+            terms = terms - loss.entropy_coef * entropy
         total = (terms * token_factors(loss, batch, micro)).sum()
         if balance is not None and len(logprobs):
             total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
@@ -144,7 +139,7 @@ def policy_gradient(
         (total * world).backward()
     with torch.no_grad():
         kl = (log_ratio.exp() - 1 - log_ratio).sum()
-    return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.sum()]
+    return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.detach().sum()]
 
 
 def _micro_batches(
