@@ -1,11 +1,12 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
+from recipes.config.models import SamplingSection
 from recipes.rewards import Answer
 from recipes.setup.models import decode
 from recipes.setup.preparation import Setup
@@ -55,15 +56,25 @@ class Samples:
         return SequenceBatch(**ids, temperature=temperature, **learning)
 
 
-def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
-    """Sample answers to the prompts of a step, whose number decides prompts and seeds.
+def generate_sequences(
+    rollout: Rollout, setup: Setup, step: int, drawn: int, places: range
+) -> Samples:
+    """Sample answers to prompts of a step.
 
-    The rollout must be awake.
+    Args:
+        rollout: The engine, which must be awake.
+        setup: The prepared recipe.
+        step: Number of the step, which decides the sampling seeds.
+        drawn: Number of prompts that the steps before have drawn.
+        places: Places of the prompts among those that the step draws.
+
+    Returns:
+        The answers, in the order of the prompts.
     """
     recipe = setup.recipe
-    tasks, count = setup.tasks.trained, recipe.loop.prompts_per_step
-    prompts = pick_problems(tasks, count, recipe.seed, step)
-    seeds = [sampling_seed(recipe.seed, step, index) for index in range(len(prompts))]
+    apart, begin = recipe.loop.prompts_per_step, drawn + places.start
+    prompts = pick_problems(setup.tasks.trained, len(places), recipe.seed, begin, apart)
+    seeds = [sampling_seed(recipe.seed, step, place) for place in places]
     temperature, samples = recipe.sampling.temperature, recipe.loop.samples_per_prompt
     return answer(rollout, setup, prompts, seeds, temperature=temperature, samples=samples)
 
@@ -71,6 +82,31 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
 def scored(scores: Sequence[Score]) -> list[int]:
     """Return the indices of the answers that have a reward, from which training learns."""
     return [index for index, score in enumerate(scores) if score.reward is not None]
+
+
+def with_length_penalty(
+    samples: Samples, scores: Sequence[Score], section: SamplingSection
+) -> list[Score]:
+    """Return the scores with the length penalty in their rewards and, as a figure, next to them.
+
+    Over the last `section.penalized_tokens` tokens before max_tokens, the deduction grows linearly
+    from 0 to `section.length_penalty`, which an answer that max_tokens ended gets in full.
+
+    Source: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025),
+    equation 13 (soft overlong punishment); there the largest deduction is 1, as if length_penalty
+    were 1. verl's `overlong_buffer` deducts the same with `penalty_factor` = length_penalty.
+    """
+    if not section.length_penalty:
+        return list(scores)
+    window = section.penalized_tokens
+    free, penalized = section.max_tokens - window, list[Score]()
+    for score, ids in zip(scores, samples.response_ids, strict=True):
+        if score.reward is not None:
+            deduction = section.length_penalty * max(0, len(ids) - free) / window
+            figures = {**score.figures, "length_penalty": deduction}
+            score = replace(score, reward=score.reward - deduction, figures=figures)
+        penalized.append(score)
+    return penalized
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:

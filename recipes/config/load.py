@@ -222,6 +222,8 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     elif recipe.ppo.epochs * recipe.ppo.mini_batches == 1:
         once = "one update a step (ppo.epochs=1, ppo.mini_batches=1)"
         idle |= dict.fromkeys(("ppo.clip_low", "ppo.clip_high", "ppo.value_clip"), once)
+    if not recipe.sampling.length_penalty:
+        idle["sampling.length_penalty_tokens"] = "sampling.length_penalty=0"
     idle |= _idle_keys_of_task(recipe.task)
     if recipe.lora.rank == 0:
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")

@@ -161,6 +161,7 @@ class Recipe:
             yield "trackers", "names a tracker twice"
         yield from self._faults_of_engine()
         yield from self._faults_of_training()
+        yield from self._faults_of_sampling()
         yield from self._faults_of_devices()
         yield from self._faults_of_cycle()
         if self.engine.kind in HOSTED:
@@ -247,6 +248,16 @@ class Recipe:
         yield from self._faults_of_evaluation()
         if self.algorithm == "ppo":
             yield from self._faults_of_ppo()
+
+    def _faults_of_sampling(self) -> Faults:
+        most, window = self.sampling.max_tokens, self.sampling.penalized_tokens
+        if self.sampling.length_penalty and window > most:
+            rule = f"exceeds sampling.max_tokens={most}"
+            yield (
+                "sampling.length_penalty_tokens",
+                rule,
+                f"set sampling.length_penalty_tokens={most}",
+            )
 
     def _faults_of_evaluation(self) -> Faults:
         section, temperature = self.eval, self.eval.temperature
