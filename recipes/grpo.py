@@ -3,7 +3,8 @@
 Step s (version s of the weights, after s - 1 updates):
 
     to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
-    generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
+    generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts; with
+                           sampling_rounds > 1, new prompts replace groups without signal
     to_score("reference")  with kl_coef only: the rollout sleeps, the reference reloads
     compute_ref_log_prob   log-probabilities under the weights before the first update
     to_score()             the trainer's parameters replace the reference
@@ -22,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from recipes.config.recipe import Recipe
-from recipes.figures import centered, deviation, step_row
-from recipes.loop import Loop
-from recipes.sampling import scored
+from recipes.figures import answer_figures, centered, deviation, model_figures
+from recipes.loop import Loop, Scoring
+from recipes.rounds import sample_groups, with_signal
+from recipes.sampling import Samples, scored
 
 EPSILON = 1e-6  # verl's; TRL adds 1e-4
 
@@ -44,8 +46,21 @@ class GrpoLoop(Loop):
         }
 
     def train_step(self, step: int) -> dict[str, Any]:
-        grpo, tasks = self.setup.recipe.grpo, self.setup.tasks.trained
-        samples, scoring = self.sample(step)
+        sampled = sample_groups(self, step)
+        samples, scoring = sampled.to_train_on()
+        learned = dict[str, Any]()
+        if samples.texts:
+            learned = self.learn(step, samples, scoring)
+        else:  # no group with signal
+            self.to_train()
+        scores, seconds = sampled.scoring(), self.monitor.seconds
+        row = answer_figures(sampled.samples, scores, seconds, self.setup.tasks.trained)
+        signal = with_signal(scores, self.setup.recipe.grpo.samples_per_prompt)
+        return learned | row | sampled.figures | {"groups_without_signal": signal.count(False)}
+
+    def learn(self, step: int, samples: Samples, scoring: Scoring) -> dict[str, Any]:
+        """Update the policy on answers of whole groups, and return figures of the models."""
+        grpo = self.setup.recipe.grpo
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
@@ -62,9 +77,7 @@ class GrpoLoop(Loop):
         batch = samples.batch(self.temperature, **learning).select(scored(scores))
         with self.stage("update_actor"):
             learned = self.trainer.update_actor(batch)
-        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds, tasks)
-        row["groups_without_signal"] = groups_without_signal(advantages, grpo.samples_per_prompt)
-        return learned | row | unreplayed
+        return learned | model_figures(samples, logprobs, ref_logprobs) | unreplayed
 
 
 def compute_advantages(
@@ -102,8 +115,3 @@ def compute_advantages(
             scale = deviation(group[known]) + EPSILON if normalize_std else 1.0
             result[known] = centered(group[known]) / scale
     return advantages.ravel().tolist()
-
-
-def groups_without_signal(advantages: Sequence[float], group_size: int) -> int:
-    """Count the groups whose advantages are all 0, which teach nothing."""
-    return int(np.sum(~np.reshape(advantages, (-1, group_size)).any(axis=1)))

@@ -11,7 +11,7 @@ import abc
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -144,14 +144,28 @@ class Loop(abc.ABC):
         if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
             self._evaluate(step - 1)
 
-    def sample(self, step: int) -> tuple[Samples, Scoring]:
-        """Return the rollout's answers to the step's prompts; their scoring has begun."""
-        with self.monitor.phase("prefetch"):
-            self.cycle.prefetch()
+    def sample(
+        self, step: int, places: range | None = None, last: bool = True
+    ) -> tuple[Samples, Scoring]:
+        """Return the rollout's answers to prompts of a step; their scoring has begun.
+
+        Args:
+            step: Number of the step.
+            places: Places of the prompts among those that the step draws; None: one generation of
+                prompts_per_step prompts.
+            last: Whether this is known to be the last generation of the step.
+
+        Returns:
+            The answers, and a function that waits for their scores.
+        """
+        places = places or range(self.setup.recipe.loop.prompts_per_step)
+        # The parameters take memory of the KV pool, which a further generation would lack.
+        if last:
+            with self.monitor.phase("prefetch"):
+                self.cycle.prefetch()
         with self.stage("generate_sequences"):
-            places = range(self.setup.recipe.loop.prompts_per_step)
             samples = generate_sequences(self.rollout, self.setup, step, self.drawn, places)
-        waiting = self.rewards.submit(samples.answers())
+        waiting = self.rewards.submit(samples.answers(), required=places.start == 0)
 
         @cache
         def scoring() -> list[Score]:
@@ -181,9 +195,7 @@ class Loop(abc.ABC):
             logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):
             scores = scoring()
-            if not scored(scores):
-                rule = f"none of the step's {len(scores)} answers got a reward"
-                raise ScorerError(f"{rule}: all functions returned None; return numbers for some")
+            require_reward(scores)
         return logprobs, scores
 
     def _compute_log_prob(self, samples: Samples, routed: Any) -> PerToken:
@@ -247,6 +259,13 @@ class Loop(abc.ABC):
             evaluation = evaluate(self.rollout, self.setup, self.rewards)
         self.monitor.answered(evaluation.samples, evaluation.scores)
         self.monitor.row({"kind": "eval", "step": updates, **evaluation.row})
+
+
+def require_reward(scores: Sequence[Score]) -> None:
+    """Raise a ScorerError if no answer of a step has a reward."""
+    if not scored(scores):
+        rule = f"none of the step's {len(scores)} answers got a reward"
+        raise ScorerError(f"{rule}: all functions returned None; return numbers for some")
 
 
 _TEXT = (

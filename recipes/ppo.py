@@ -35,7 +35,16 @@ import numpy as np
 
 from recipes.config.models import PpoSection
 from recipes.config.recipe import Recipe
-from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios, step_row
+from recipes.figures import (
+    Numbers,
+    answer_figures,
+    by_answer,
+    centered,
+    deviation,
+    flat,
+    log_ratios,
+    model_figures,
+)
 from recipes.loop import Loop
 from recipes.sampling import scored
 from trainer_bridge import CriticConfig, SequenceBatch
@@ -90,7 +99,8 @@ class PpoLoop(Loop):
             with self.stage("update_actor"):
                 learned |= update(trainer.update_actor, batch, parts)
         tasks, seconds = self.setup.tasks.trained, self.monitor.seconds
-        row = step_row(samples, scores, logprobs, ref_logprobs, seconds, tasks)
+        row = answer_figures(samples, scores, seconds, tasks)
+        row |= model_figures(samples, logprobs, ref_logprobs)
         return learned | row | unreplayed
 
 

@@ -1,8 +1,9 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
@@ -44,6 +45,23 @@ class Samples:
     texts: list[str]
     ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the answers of all parts in their order."""
+        columns: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls)):
+            own = [getattr(part, name) for part in parts]
+            columns[name] = None if None in own else list(chain.from_iterable(own))
+        return cls(**columns)
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """Return the answers with these indices."""
+        columns: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            column = getattr(self, name)
+            columns[name] = None if column is None else [column[index] for index in indices]
+        return replace(self, **columns)
 
     def answers(self) -> list[Answer]:
         """Return what reward functions get of each answer."""

@@ -240,6 +240,8 @@ class GrpoSection:
     Attributes:
         prompts_per_step: Prompts of one step.
         samples_per_prompt: Answers to each prompt, whose rewards the advantages compare.
+        sampling_rounds: Most generations of one step. Above 1, prompts whose answers all have the
+            same reward are replaced by new prompts (dynamic sampling).
         normalize_std: Whether a group's centered rewards are divided by their standard deviation.
         clip_low: How far the ratio may fall below 1.
         clip_high: How far the ratio may rise above 1.
@@ -250,6 +252,7 @@ class GrpoSection:
 
     prompts_per_step: Count = 8
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    sampling_rounds: Count = 1
     normalize_std: bool = True
     clip_low: BetweenZeroAndOne = 0.2
     clip_high: BetweenZeroAndOne = 0.2

@@ -352,6 +352,8 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
     if isinstance(loop, PpoSection):  # First, because fewer answers may not fill its mini batches.
         loop = dataclasses.replace(loop, epochs=1, mini_batches=1, critic_warmup_steps=0)
+    else:  # All planned answers have the same reward.
+        loop = dataclasses.replace(loop, sampling_rounds=1)
     loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
     fields: dict[str, Any] = {recipe.algorithm: loop}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("fakes", "no_pictures")
 WORDS = ["steps=12", "grpo.prompts_per_step=16", "grpo.samples_per_prompt=2"]
 WORDS += ["eval.every=2", "eval.samples=2", "eval.temperature=1.0", "checkpoint.every=5"]
 PATIENT, IMPATIENT = "eval.patience=0", "eval.patience=2"
+# Steps of these runs have several generations, so that the prompts depend on the rewards.
+MORE = {PATIENT: [], IMPATIENT: ["grpo.sampling_rounds=3"]}
 ACCESSES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir")
 DISTURBANCES = ("kill", "interrupt", "full disk")
 
@@ -103,7 +105,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     @functools.cache
     def run(patience: str) -> tuple[Path, int]:
         folder = tmp_path_factory.mktemp("straight") / "run"
-        words = ["run", "tiny", *WORDS, patience, "--run-dir", str(folder)]
+        words = ["run", "tiny", *WORDS, patience, *MORE[patience], "--run-dir", str(folder)]
         status, lines = session(words, folder)
         assert status == 0, lines
         return folder, int(lines[-1])
@@ -121,7 +123,7 @@ def disturbed(folder: Path, patience: str, kind: str, moments: list[int]) -> Non
         words = ["run", "--resume", str(folder)]
         if not (saved := RunFolder(folder).has_checkpoint()):
             shutil.rmtree(folder, ignore_errors=True)
-            words = ["run", "tiny", *WORDS, patience, "--run-dir", str(folder)]
+            words = ["run", "tiny", *WORDS, patience, *MORE[patience], "--run-dir", str(folder)]
         status, lines = session(words, folder, kind if moment else "", moment)
         if status == 0 or (status == 2 and ended(lines[-2])):
             return
@@ -145,7 +147,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def state(checkpoint: Path) -> dict[str, Any]:
     values = json.loads((checkpoint / "values.json").read_text())
-    return {key: values[key] for key in ("weights", "seen")}
+    return {key: values[key] for key in ("weights", "seen")} | values["extra"]
 
 
 @pytest.mark.soak
