@@ -1,12 +1,12 @@
 """Dynamic sampling: new prompts replace the groups of a step without signal.
 
 The answers to one prompt are a group. It has signal if two of its rewards differ; otherwise all of
-its advantages are 0. Each further generation of a step takes as many new prompts as groups with
-signal are missing, so no such group is left over.
+its advantages are 0, apart from KL penalties in the rewards. Each further generation of a step
+takes as many new prompts as groups with signal are missing, so no such group is left over.
 
 Source: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025),
-equation 11. It judges groups by right and wrong answers, verl (`filter_groups`) by rewards before
-penalties or by another figure; here the rewards that training uses decide.
+equation 11, which judges groups by right and wrong answers. Here their rewards decide, with the
+length penalty and before KL penalties. verl (`filter_groups`) leaves the figure to the user.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 
+from recipes.advantages import with_signal
+from recipes.config.recipe import Recipe
 from recipes.loop import Loop, Scoring, require_reward
-from recipes.sampling import Samples
+from recipes.sampling import Samples, taught
 from recipes.tasks import Score
 
 
@@ -88,7 +90,7 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
         samples, scoring = loop.sample(step, places, last=rounds.is_last)
         with loop.stage("select_groups"):
             own = scoring()
-            rounds.signal += with_signal(own, grpo.samples_per_prompt)
+            rounds.signal += learnable(samples, own, loop.setup.recipe)
         parts.append(samples)
         scores += own
     with loop.stage("select_groups"):
@@ -101,7 +103,9 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
     return Sampled(Samples.joined(parts), lambda: scores, taken, rounds.figures())
 
 
-def with_signal(scores: Sequence[Score], group_size: int) -> list[bool]:
-    """Return for each group whether two of its rewards differ."""
-    groups = [scores[begin : begin + group_size] for begin in range(0, len(scores), group_size)]
-    return [len({score.reward for score in group} - {None}) > 1 for group in groups]
+def learnable(samples: Samples, scores: Sequence[Score], recipe: Recipe) -> list[bool]:
+    """Return for each group whether it has signal and an answer that updates take."""
+    size, taken = recipe.grpo.samples_per_prompt, taught(samples, scores, recipe.loss.mask_cut_off)
+    signal = with_signal([score.reward for score in scores], size)
+    present = {index // size for index in taken}
+    return [differs and number in present for number, differs in enumerate(signal)]

@@ -102,6 +102,14 @@ def scored(scores: Sequence[Score]) -> list[int]:
     return [index for index, score in enumerate(scores) if score.reward is not None]
 
 
+def taught(samples: Samples, scores: Sequence[Score], mask_cut_off: bool) -> list[int]:
+    """Return the indices of the answers from which updates learn.
+
+    Each has a reward; with `mask_cut_off`, max_tokens did not cut it off.
+    """
+    return [index for index in scored(scores) if samples.ended[index] or not mask_cut_off]
+
+
 def with_length_penalty(
     samples: Samples, scores: Sequence[Score], section: SamplingSection
 ) -> list[Score]:

@@ -204,8 +204,9 @@ def test_answers_without_reward_are_left_out_of_every_update(
     assert row["reward"] == pytest.approx(sum(kept) / 90)
     if recipe == "tiny":
         assert row["groups_without_signal"] == 6
-        assert batches[0].advantages[4] == 0.0, "it is alone in its group"
-        assert batches[0].advantages[:4] == pytest.approx(batches[0].advantages[5:])
+        ordered = sorted(batches[0].advantages)
+        assert ordered.pop(4) == 0.0, "it is alone in its group"
+        assert ordered[::2] == pytest.approx(ordered[1::2])
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "tiny-ppo"])

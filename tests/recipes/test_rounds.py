@@ -31,34 +31,44 @@ from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows, same_rows
 
 SET = Task(name="a", train=(), held_out=(), score=lambda *_: 0.0)
 SIZE = 3  # answers of a group
-Group = list[float | None]
-groups = st.lists(st.none() | st.sampled_from([0.0, 1.0]), min_size=SIZE, max_size=SIZE)
+Group = list[tuple[float | None, bool]]
+"""Reward of each answer, and whether it ended."""
+answers = st.tuples(st.sampled_from([None, 0.0, 0.0, 1.0]), st.sampled_from([True, True, False]))
+groups = st.lists(answers, min_size=SIZE, max_size=SIZE)
+
+
+def teaches(group: Group) -> bool:
+    """Return whether two rewards differ, and an answer with a reward ended."""
+    rewards = {reward for reward, _ in group} - {None}
+    return len(rewards) > 1 and any(ended and reward is not None for reward, ended in group)
 
 
 class FakeLoop:
-    """Loop whose prompt at each place of a step has given rewards.
+    """Loop that samples a given group for the prompt at each place of a step.
 
     Attributes:
         asked: Places of each generation, and whether it was announced as the last one.
         notes: Lines that were shown.
     """
 
-    def __init__(self, wanted: int, most: int, rewards: Sequence[Group], replays: bool) -> None:
+    def __init__(self, wanted: int, most: int, drawn: Sequence[Group], replays: bool) -> None:
         grpo = SimpleNamespace(
             prompts_per_step=wanted, sampling_rounds=most, samples_per_prompt=SIZE
         )
-        self.setup = SimpleNamespace(recipe=SimpleNamespace(grpo=grpo))
+        loss = SimpleNamespace(mask_cut_off=True)
+        self.setup = SimpleNamespace(recipe=SimpleNamespace(grpo=grpo, loss=loss))
         self.asked = list[tuple[range, bool]]()
         self.notes = list[str]()
         self.monitor = SimpleNamespace(view=SimpleNamespace(note=self.notes.append))
         self.stage: Any = contextlib.nullcontext
-        self._rewards = rewards
+        self._drawn = drawn
         self._replays = replays
 
     def sample(self, step: int, places: range, last: bool) -> tuple[Samples, Any]:
         self.asked.append((places, last))
         numbers = list(chain.from_iterable([place] * SIZE for place in places))
-        scores = [Score(reward=reward) for place in places for reward in self._rewards[place]]
+        group = [answer for place in places for answer in self._drawn[place]]
+        scores = [Score(reward=reward) for reward, _ in group]
         samples = Samples(
             tasks=[SET] * len(numbers),
             problems=[Problem(prompt=str(number)) for number in numbers],
@@ -66,7 +76,7 @@ class FakeLoop:
             response_ids=[[number, index % SIZE] for index, number in enumerate(numbers)],
             logprobs=[[0.0, 0.0]] * len(numbers),
             texts=[""] * len(numbers),
-            ended=[True] * len(numbers),
+            ended=[ended for _, ended in group],
             routed_experts=[None] * len(numbers) if self._replays else None,
         )
         return samples, lambda: scores
@@ -78,22 +88,14 @@ def test_step_takes_the_first_groups_with_signal_in_order(
 ) -> None:
     """Compare with the first `wanted` groups with signal of the sequence, as far as it is sampled.
 
-    The missing groups of a generation are the groups without signal of the one before.
+    The missing groups of a generation are the groups without signal of the one before. Answers that
+    did not end are left out of updates.
     """
     drawn = data.draw(st.lists(groups, min_size=wanted * most, max_size=wanted * most))
-    dead = [len({*group} - {None}) < 2 for group in drawn]
+    drawn[0][0] = 1.0, True  # Without any reward, the step fails.
+    dead = [not teaches(group) for group in drawn]
     loop: Any = FakeLoop(wanted, most, drawn, replays)
-    unscored = all(reward is None for group in drawn for reward in group)
-    if unscored:
-        with pytest.raises(ScorerError, match="answers got a reward"):
-            sample_groups(loop, 1)
-        return
-    try:
-        sampled = sample_groups(loop, 1)
-    except ScorerError:
-        asked = chain.from_iterable(places for places, _ in loop.asked)
-        assert all(reward is None for place in asked for reward in drawn[place])
-        return
+    sampled = sample_groups(loop, 1)
     generations = [[*places] for places, _ in loop.asked]
     assert list(chain.from_iterable(generations)) == list(range(sum(map(len, generations))))
     sizes = [wanted, *(sum(dead[place] for place in places) for places in generations)]
@@ -104,7 +106,8 @@ def test_step_takes_the_first_groups_with_signal_in_order(
     expected = [place for place in living if place < sum(sizes[:-1])]
     samples, scoring = sampled.to_train_on()
     assert samples.response_ids == [[place, index] for place in expected for index in range(SIZE)]
-    assert [score.reward for score in scoring()] == [r for place in expected for r in drawn[place]]
+    rewards = [reward for place in expected for reward, _ in drawn[place]]
+    assert [score.reward for score in scoring()] == rewards
     assert (samples.routed_experts is None) != replays
     assert len(sampled.samples.texts) == len(sampled.scoring()) == SIZE * sum(sizes[:-1])
     assert sampled.figures == {
@@ -112,6 +115,12 @@ def test_step_takes_the_first_groups_with_signal_in_order(
         "sampling_rounds": len(generations),
     }
     assert len(loop.notes) == (not expected)
+
+
+def test_step_whose_generations_have_no_reward_fails() -> None:
+    loop: Any = FakeLoop(2, 3, [[(None, True)] * SIZE] * 6, replays=False)
+    with pytest.raises(ScorerError, match="none of the step's 18 answers got a reward"):
+        sample_groups(loop, 1)
 
 
 # ---------------------------------------------------------------- whole runs
