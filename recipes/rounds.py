@@ -29,8 +29,8 @@ class Rounds:
     Attributes:
         wanted: Groups with signal that the step needs.
         most: Most generations.
-        used: Generations so far.
-        signal: Whether each group so far has signal, in the order of the prompts.
+        used: Number of generations that have begun.
+        signal: Whether each sampled group has signal, in the order of the prompts.
     """
 
     wanted: int
@@ -97,9 +97,9 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
         require_reward(scores)
     if not any(rounds.signal):
         drawn = f"{len(rounds.signal)} groups of {rounds.used} generations"
-        loop.monitor.view.note(f"step {step}: no update: rewards are equal within all {drawn}")
-    each = chain.from_iterable([signal] * grpo.samples_per_prompt for signal in rounds.signal)
-    taken = list(compress(range(len(scores)), each))
+        loop.monitor.view.note(f"step {step}: no update: none of {drawn} has signal")
+    by_answer = chain.from_iterable([has] * grpo.samples_per_prompt for has in rounds.signal)
+    taken = list(compress(range(len(scores)), by_answer))
     return Sampled(Samples.joined(parts), lambda: scores, taken, rounds.figures())
 
 
