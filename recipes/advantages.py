@@ -141,10 +141,10 @@ def compare_tokens(
     ]
 
 
-def groups_without_signal(rewards: Sequence[float | None], group_size: int) -> int:
-    """Count the groups without two different rewards, which teach nothing."""
+def with_signal(rewards: Sequence[float | None], group_size: int) -> list[bool]:
+    """Return for each group whether two of its rewards differ; otherwise it teaches nothing."""
     groups = _grouped(rewards, group_size)
-    return sum(len({*group[~np.isnan(group)].tolist()}) < 2 for group in groups)
+    return [len({*group[~np.isnan(group)].tolist()}) > 1 for group in groups]
 
 
 def _grouped(rewards: Sequence[float | None], group_size: int) -> Numbers:

@@ -62,36 +62,24 @@ def deviation(numbers: ArrayLike) -> float:
     return float(np.sqrt(differences @ differences / max(1, len(differences) - 1)))
 
 
-def step_row(
-    samples: Samples,
-    scores: Sequence[Score],
-    logprobs: PerToken,
-    ref_logprobs: PerToken | None,
-    seconds: dict[str, float],
-    tasks: Sequence[Task],
+def answer_figures(
+    samples: Samples, scores: Sequence[Score], seconds: dict[str, float], tasks: Sequence[Task]
 ) -> dict[str, Any]:
-    """Return the figures of one step, for metrics.jsonl.
+    """Return the figures of all answers of a step, for metrics.jsonl.
 
     Args:
-        samples: Answers of the step.
+        samples: The answers.
         scores: Score of each answer; at least one has a reward.
-        logprobs: Log-probabilities under the trainer's weights.
-        ref_logprobs: Log-probabilities under the reference, if there is one.
         seconds: Seconds of the step by stage.
         tasks: Sets to train on; if there are several, the row has figures of each.
 
     Returns:
         Figures by name, as in docs/loops.md.
     """
-    ratios = log_ratios(samples.logprobs, logprobs)
-    mean, largest = logprob_mismatch(ratios)
     lengths = list(map(len, samples.response_ids))
     row: dict[str, Any] = {
         **_of_scores(scores),
         **unrewarded(scores),
-        "mismatch_mean": mean,
-        "mismatch_max": largest,
-        "effective_sample_size": effective_sample_size(ratios),
         "response_length": sum(lengths) / len(lengths),
         "response_length_min": min(lengths),
         "response_length_max": max(lengths),
@@ -103,6 +91,29 @@ def step_row(
         row["rewards"] = functions
     if len(tasks) > 1:
         row["sets"] = _by_set(samples, scores, tasks)
+    return row
+
+
+def model_figures(
+    samples: Samples, logprobs: PerToken, ref_logprobs: PerToken | None
+) -> dict[str, float]:
+    """Return how rollout, policy and reference differ on answers, for metrics.jsonl.
+
+    Args:
+        samples: The answers.
+        logprobs: Log-probabilities under the trainer's weights.
+        ref_logprobs: Log-probabilities under the reference, if there is one.
+
+    Returns:
+        Figures by name, as in docs/loops.md.
+    """
+    ratios = log_ratios(samples.logprobs, logprobs)
+    mean, largest = logprob_mismatch(ratios)
+    row = {
+        "mismatch_mean": mean,
+        "mismatch_max": largest,
+        "effective_sample_size": effective_sample_size(ratios),
+    }
     if ref_logprobs is not None:
         row["kl_to_reference"] = kl_to_reference(log_ratios(logprobs, ref_logprobs))
     return row

@@ -3,7 +3,8 @@
 Step s (version s of the weights, after s - 1 updates):
 
     to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
-    generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
+    generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts; with
+                           sampling_rounds > 1, new prompts replace groups without signal
     to_score("reference")  with loss.kl_coef only: the rollout sleeps, the reference reloads
     compute_ref_log_prob   log-probabilities under the weights before the first update
     to_score()             the trainer's parameters replace the reference
@@ -20,11 +21,12 @@ order is a function of (recipe.seed, step), like prompts and sampling seeds.
 
 from typing import Any
 
-from recipes.advantages import compute_advantages, groups_without_signal
+from recipes.advantages import compute_advantages
 from recipes.config.recipe import Recipe
-from recipes.figures import step_row
-from recipes.loop import Loop, schedule_of
-from recipes.sampling import taught
+from recipes.figures import answer_figures, model_figures
+from recipes.loop import Loop, Scoring, schedule_of
+from recipes.rounds import learnable, sample_groups
+from recipes.sampling import Samples, taught
 from recipes.updates import mini_batches, update
 
 
@@ -36,8 +38,21 @@ class GrpoLoop(Loop):
         return {"schedule": schedule_of(recipe, recipe.steps, recipe.updates_per_step)}
 
     def train_step(self, step: int) -> dict[str, Any]:
+        sampled = sample_groups(self, step)
+        samples, scoring = sampled.to_train_on()
+        learned = dict[str, Any]()
+        if samples.texts:
+            learned = self.learn(step, samples, scoring)
+        else:  # no group with signal
+            self.to_train()
+        scores, seconds = sampled.scoring(), self.monitor.seconds
+        row = answer_figures(sampled.samples, scores, seconds, self.setup.tasks.trained)
+        signal = learnable(sampled.samples, scores, self.setup.recipe)
+        return learned | row | sampled.figures | {"groups_without_signal": signal.count(False)}
+
+    def learn(self, step: int, samples: Samples, scoring: Scoring) -> dict[str, Any]:
+        """Update the policy on answers of whole groups, and return figures of the models."""
         recipe, grpo = self.setup.recipe, self.setup.recipe.grpo
-        samples, scoring = self.sample(step)
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
@@ -56,7 +71,4 @@ class GrpoLoop(Loop):
         parts = mini_batches(len(batch), grpo.epochs, grpo.mini_batches, recipe.seed, step)
         with self.stage("update_actor"):
             learned = update(self.trainer.update_actor, batch, parts)
-        seconds, tasks = self.monitor.seconds, self.setup.tasks.trained
-        row = step_row(samples, scores, logprobs, ref_logprobs, seconds, tasks)
-        row["groups_without_signal"] = groups_without_signal(rewards, grpo.samples_per_prompt)
-        return learned | row | unreplayed
+        return learned | model_figures(samples, logprobs, ref_logprobs) | unreplayed

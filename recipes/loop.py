@@ -1,7 +1,8 @@
 """Loop that GRPO and PPO share: steps, evaluations, checkpoints and the figures of a step.
 
-Prompts and sampling seeds are functions of (recipe.seed, step), so a resumed run takes the same
-prompts and seeds as an uninterrupted one.
+Prompts are a function of the seed and of the number of prompts drawn before, which checkpoints
+record. Sampling seeds are functions of (recipe.seed, step). So a resumed run takes the same prompts
+and seeds as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import abc
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any, Self
 
@@ -22,7 +24,13 @@ from recipes.evaluation import Standing, evaluate, standing
 from recipes.figures import log_ratios, logprob_mismatch
 from recipes.logs.monitor import Monitor
 from recipes.rewards.runner import Rewards
-from recipes.sampling import PerToken, Samples, generate_sequences, scored
+from recipes.sampling import (
+    PerToken,
+    Samples,
+    generate_sequences,
+    scored,
+    with_length_penalty,
+)
 from recipes.setup.preparation import Setup
 from recipes.tasks import Score
 from rollout import Rollout
@@ -31,10 +39,10 @@ from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
 
 Scoring = Callable[[], list[Score]]
-"""Waits for the scores of submitted answers."""
+"""Waits for the scores of submitted answers; all calls return the same ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Loop(abc.ABC):
     """The loop of a run. A subclass defines the step of its algorithm.
 
@@ -45,8 +53,10 @@ class Loop(abc.ABC):
         cycle: The hand-over between the two.
         rewards: Scores answers.
         monitor: Times the stages and records rows.
-        save: Saves the checkpoint of a step; never called with `checkpoint.every` 0.
+        save: Saves the checkpoint of a step, with the number of prompts drawn until then; never
+            called with `checkpoint.every` 0.
         export: Exports the model of a step.
+        drawn: Number of prompts that the finished steps have drawn.
     """
 
     setup: Setup
@@ -55,8 +65,9 @@ class Loop(abc.ABC):
     cycle: Cycle
     rewards: Rewards
     monitor: Monitor
-    save: Callable[[int], None]
+    save: Callable[[int, int], None]
     export: Callable[[int], None]
+    drawn: int = 0
 
     @staticmethod
     @abc.abstractmethod
@@ -113,6 +124,8 @@ class Loop(abc.ABC):
             self.to_train()
             return
         row = {"kind": "train", "step": step, **self.train_step(step)}
+        self.drawn += row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)
+        row["prompts_drawn"] = self.drawn
         row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
         row |= {"hidden_seconds": monitor.hidden_seconds}
         row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
@@ -131,13 +144,36 @@ class Loop(abc.ABC):
         if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
             self._evaluate(step - 1)
 
-    def sample(self, step: int) -> tuple[Samples, Scoring]:
-        """Return the rollout's answers to the step's prompts; their scoring has begun."""
-        with self.monitor.phase("prefetch"):
-            self.cycle.prefetch()
+    def sample(
+        self, step: int, places: range | None = None, last: bool = True
+    ) -> tuple[Samples, Scoring]:
+        """Return the rollout's answers to prompts of a step; their scoring has begun.
+
+        Args:
+            step: Number of the step.
+            places: Places of the prompts among those that the step draws; None: one generation of
+                prompts_per_step prompts.
+            last: Whether this is known to be the last generation of the step.
+
+        Returns:
+            The answers, and a function that waits for their scores.
+        """
+        places = places or range(self.setup.recipe.loop.prompts_per_step)
+        # The parameters take memory of the KV pool, which a further generation would lack.
+        if last:
+            with self.monitor.phase("prefetch"):
+                self.cycle.prefetch()
         with self.stage("generate_sequences"):
-            samples = generate_sequences(self.rollout, self.setup, step)
-        return samples, self.rewards.submit(samples.answers())
+            samples = generate_sequences(self.rollout, self.setup, step, self.drawn, places)
+        waiting = self.rewards.submit(samples.answers(), required=places.start == 0)
+
+        @cache
+        def scoring() -> list[Score]:
+            scores = with_length_penalty(samples, waiting(), self.setup.recipe.sampling)
+            self.monitor.answered(samples, scores)
+            return scores
+
+        return samples, scoring
 
     def to_score(self, model: str = PARAMS) -> None:
         with self.monitor.phase("to_score"):
@@ -159,10 +195,7 @@ class Loop(abc.ABC):
             logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):
             scores = scoring()
-            self.monitor.answered(samples, scores)
-            if not scored(scores):
-                rule = f"none of the step's {len(scores)} answers got a reward"
-                raise ScorerError(f"{rule}: all functions returned None; return numbers for some")
+            require_reward(scores)
         return logprobs, scores
 
     def _compute_log_prob(self, samples: Samples, routed: Any) -> PerToken:
@@ -201,7 +234,7 @@ class Loop(abc.ABC):
 
     def _save_checkpoint(self, step: int) -> None:
         with self.stage("save_checkpoint"):
-            self.save(step)
+            self.save(step, self.drawn)
 
     @property
     def standing(self) -> Standing | None:
@@ -237,6 +270,13 @@ def schedule_of(recipe: Recipe, steps: int, updates: int) -> Schedule:
         updates=steps * updates,
         final_rate=0.0 if trainer.schedule == "constant" else trainer.final_rate,
     )
+
+
+def require_reward(scores: Sequence[Score]) -> None:
+    """Raise a ScorerError if no answer of a step has a reward."""
+    if not scored(scores):
+        rule = f"none of the step's {len(scores)} answers got a reward"
+        raise ScorerError(f"{rule}: all functions returned None; return numbers for some")
 
 
 _TEXT = (

@@ -30,7 +30,15 @@ import numpy as np
 
 from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
-from recipes.figures import Numbers, by_answer, centered, deviation, flat, step_row
+from recipes.figures import (
+    Numbers,
+    answer_figures,
+    by_answer,
+    centered,
+    deviation,
+    flat,
+    model_figures,
+)
 from recipes.loop import Loop, schedule_of
 from recipes.sampling import taught
 from recipes.updates import mini_batches, update
@@ -83,7 +91,8 @@ class PpoLoop(Loop):
             with self.stage("update_actor"):
                 learned |= update(trainer.update_actor, batch, parts)
         tasks, seconds = self.setup.tasks.trained, self.monitor.seconds
-        row = step_row(samples, scores, logprobs, ref_logprobs, seconds, tasks)
+        row = answer_figures(samples, scores, seconds, tasks)
+        row |= model_figures(samples, logprobs, ref_logprobs)
         return learned | row | unreplayed
 
 

@@ -202,11 +202,11 @@ def _attempt(
                 trainer, rollout = stack.enter_context(open_pair(setup))
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
-            first = 1
+            first, drawn = 1, 0
             if resume:
                 with monitor.stage("load_checkpoint"):
                     _load(folder, trainer, setup.recipe)
-                first = folder.done + 1
+                first, drawn = folder.done + 1, _prompts_drawn(folder, setup.recipe)
             # The plan needs the bytes that a hosted engine holds outside of its tags.
             setup = _with_switch_decided(setup, folder, monitor) if hosted else setup
             recipe = setup.recipe
@@ -220,6 +220,7 @@ def _attempt(
                 monitor=monitor,
                 save=partial(_save, folder, trainer, recipe, setup.prompt_digests()),
                 export=partial(_export, folder, trainer, recipe),
+                drawn=drawn,
             )
             loop.run(first)
     finally:
@@ -282,12 +283,18 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
 
 
 def _save(
-    folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, int], step: int
+    folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, int], step: int, drawn: int
 ) -> None:
-    extra = {"step": step, "steps": recipe.steps, "prompts": prompts}
+    extra = {"step": step, "steps": recipe.steps, "prompts": prompts, "prompts_drawn": drawn}
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )
+
+
+def _prompts_drawn(folder: RunFolder, recipe: Recipe) -> int:
+    """Return the prompts drawn until the last checkpoint; old ones do not have the number."""
+    drawn = folder.checkpoint_values().get("prompts_drawn")
+    return folder.done * recipe.loop.prompts_per_step if drawn is None else drawn
 
 
 def _export(folder: RunFolder, trainer: Any, recipe: Recipe, step: int) -> None:

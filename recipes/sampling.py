@@ -1,11 +1,13 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
+from recipes.config.models import SamplingSection
 from recipes.rewards import Answer
 from recipes.setup.models import decode
 from recipes.setup.preparation import Setup
@@ -44,6 +46,23 @@ class Samples:
     ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the answers of all parts in their order."""
+        columns: dict[str, Any] = {}
+        for name in (field.name for field in fields(cls)):
+            own = [getattr(part, name) for part in parts]
+            columns[name] = None if None in own else list(chain.from_iterable(own))
+        return cls(**columns)
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """Return the answers with these indices."""
+        columns: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            column = getattr(self, name)
+            columns[name] = None if column is None else [column[index] for index in indices]
+        return replace(self, **columns)
+
     def answers(self) -> list[Answer]:
         """Return what reward functions get of each answer."""
         parts = self.tasks, self.problems, self.texts, self.ended, self.response_ids
@@ -55,15 +74,25 @@ class Samples:
         return SequenceBatch(**ids, temperature=temperature, **learning)
 
 
-def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
-    """Sample answers to the prompts of a step, whose number decides prompts and seeds.
+def generate_sequences(
+    rollout: Rollout, setup: Setup, step: int, drawn: int, places: range
+) -> Samples:
+    """Sample answers to prompts of a step.
 
-    The rollout must be awake.
+    Args:
+        rollout: The engine, which must be awake.
+        setup: The prepared recipe.
+        step: Number of the step, which decides the sampling seeds.
+        drawn: Number of prompts that the steps before have drawn.
+        places: Places of the prompts among those that the step draws.
+
+    Returns:
+        The answers, in the order of the prompts.
     """
     recipe = setup.recipe
-    tasks, count = setup.tasks.trained, recipe.loop.prompts_per_step
-    prompts = pick_problems(tasks, count, recipe.seed, step)
-    seeds = [sampling_seed(recipe.seed, step, index) for index in range(len(prompts))]
+    apart, begin = recipe.loop.prompts_per_step, drawn + places.start
+    prompts = pick_problems(setup.tasks.trained, len(places), recipe.seed, begin, apart)
+    seeds = [sampling_seed(recipe.seed, step, place) for place in places]
     temperature, samples = recipe.sampling.temperature, recipe.loop.samples_per_prompt
     return answer(rollout, setup, prompts, seeds, temperature=temperature, samples=samples)
 
@@ -79,6 +108,31 @@ def taught(samples: Samples, scores: Sequence[Score], mask_cut_off: bool) -> lis
     Each has a reward; with `mask_cut_off`, max_tokens did not cut it off.
     """
     return [index for index in scored(scores) if samples.ended[index] or not mask_cut_off]
+
+
+def with_length_penalty(
+    samples: Samples, scores: Sequence[Score], section: SamplingSection
+) -> list[Score]:
+    """Return the scores with the length penalty in their rewards and, as a figure, next to them.
+
+    Over the last `section.penalized_tokens` tokens before max_tokens, the deduction grows linearly
+    from 0 to `section.length_penalty`, which an answer that max_tokens ended gets in full.
+
+    Source: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025),
+    equation 13 (soft overlong punishment); there the largest deduction is 1, as if length_penalty
+    were 1. verl's `overlong_buffer` deducts the same with `penalty_factor` = length_penalty.
+    """
+    if not section.length_penalty:
+        return list(scores)
+    window = section.penalized_tokens
+    free, penalized = section.max_tokens - window, list[Score]()
+    for score, ids in zip(scores, samples.response_ids, strict=True):
+        if score.reward is not None:
+            deduction = section.length_penalty * max(0, len(ids) - free) / window
+            figures = {**score.figures, "length_penalty": deduction}
+            score = replace(score, reward=score.reward - deduction, figures=figures)
+        penalized.append(score)
+    return penalized
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:

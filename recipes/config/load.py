@@ -216,6 +216,8 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     unused = "ppo" if recipe.algorithm == "grpo" else "grpo"
     idle = {unused: f"algorithm={recipe.algorithm}"}
     idle |= _idle_keys_of_loss(recipe)
+    if not recipe.sampling.length_penalty:
+        idle["sampling.length_penalty_tokens"] = "sampling.length_penalty=0"
     idle |= _idle_keys_of_task(recipe.task)
     if recipe.trainer.schedule == "constant":
         idle["trainer.final_rate"] = "trainer.schedule=constant"

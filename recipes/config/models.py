@@ -5,6 +5,7 @@ errors, `memsaver keys` and the JSON schema show these descriptions.
 """
 
 import inspect
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -219,6 +220,9 @@ class SamplingSection:
 
     Attributes:
         max_tokens: Tokens of the longest answer.
+        length_penalty: Largest deduction from the reward of a long answer; 0: none.
+        length_penalty_tokens: Tokens before max_tokens over which the deduction grows from 0 to
+            length_penalty; null: a fifth of max_tokens.
         temperature: Sampling temperature. Greedy samples (0) of one prompt would be alike and teach
             nothing.
         top_k: Always off: an update needs log-probabilities over the whole vocabulary.
@@ -226,9 +230,16 @@ class SamplingSection:
     """
 
     max_tokens: Count = 512
+    length_penalty: PositiveOrZero = 0.0
+    length_penalty_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=1e-6)] = 1.0
     top_k: Literal[0] = 0
     top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
+
+    @property
+    def penalized_tokens(self) -> int:
+        """Return the tokens before max_tokens over which the length penalty grows."""
+        return self.length_penalty_tokens or math.ceil(self.max_tokens / 5)
 
 
 @section
@@ -273,6 +284,8 @@ class GrpoSection:
     Attributes:
         prompts_per_step: Prompts of one step.
         samples_per_prompt: Answers to each prompt, the group whose rewards the advantages compare.
+        sampling_rounds: Most generations of one step. Above 1, prompts whose answers all have the
+            same reward are replaced by new prompts (dynamic sampling).
         baseline: What an answer's reward is compared with: the mean of its group, of the group's
             other answers (leave_one_out, RLOO), or of all tokens of the step (batch, REINFORCE++).
         scale: Deviation of rewards that divides the advantages: of the group, of the batch (all
@@ -284,6 +297,7 @@ class GrpoSection:
 
     prompts_per_step: Count = 8
     samples_per_prompt: Count = 8
+    sampling_rounds: Count = 1
     baseline: Baseline = "group"
     scale: Scale = "group"
     epochs: Count = 1

@@ -180,6 +180,7 @@ class Recipe:
             yield "trackers", "names a tracker twice"
         yield from self._faults_of_engine()
         yield from self._faults_of_training()
+        yield from self._faults_of_sampling()
         yield from self._faults_of_devices()
         yield from self._faults_of_cycle()
         if self.engine.kind in HOSTED:
@@ -275,6 +276,16 @@ class Recipe:
             rule = f"leaves none of steps={self.steps}{after} to the whole learning rate"
             yield "trainer.warmup_steps", rule
 
+    def _faults_of_sampling(self) -> Faults:
+        most, window = self.sampling.max_tokens, self.sampling.penalized_tokens
+        if self.sampling.length_penalty and window > most:
+            rule = f"exceeds sampling.max_tokens={most}"
+            yield (
+                "sampling.length_penalty_tokens",
+                rule,
+                f"set sampling.length_penalty_tokens={most}",
+            )
+
     def _faults_of_evaluation(self) -> Faults:
         section, temperature = self.eval, self.eval.temperature
         if section.samples > 1 and not temperature:
@@ -301,6 +312,8 @@ class Recipe:
         grpo = self.grpo
         if grpo.baseline == "batch" and grpo.scale == "group":
             yield "grpo.scale", "excludes grpo.baseline=batch", "set grpo.scale=batch"
+        if grpo.baseline == "batch" and grpo.sampling_rounds > 1:
+            yield "grpo.sampling_rounds", "needs advantages within groups, not grpo.baseline=batch"
         if grpo.baseline != "batch" and grpo.samples_per_prompt == 1:
             rule = f"leaves grpo.baseline={grpo.baseline} nothing to compare an answer with"
             yield "grpo.samples_per_prompt", rule, "set grpo.samples_per_prompt=8"

@@ -312,12 +312,15 @@ def describe(row: Mapping[str, Any]) -> str:
     if row["kind"] == "eval":
         shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
         return f"{shares} on {row['problems']} held-out problems after {row['step']} updates"
-    spread = row.get("reward_std")
+    spread, mismatch = (
+        row.get("reward_std"),
+        "mismatch {mismatch_mean:.1e} mean {mismatch_max:.1e} max",
+    )
     parts = [
         f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
         *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
         f"exact {_decimal(row, 'exact_match')}",
-        f"mismatch {row['mismatch_mean']:.1e} mean {row['mismatch_max']:.1e} max",
+        *([mismatch.format(**row)] if "mismatch_mean" in row else ["no update"]),
         *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
         f"length {row['response_length']:.1f}",
         f"{row['tokens_per_second']:.0f} tok/s",

@@ -117,7 +117,7 @@ class Run:
 
 def kind_of(stage: str) -> str:
     """Return the side that works in a stage ("rollout", "train"), or "switch" for moves."""
-    if stage in ("generate_sequences", "evaluate"):
+    if stage in ("generate_sequences", "select_groups", "evaluate"):
         return "rollout"
     return "train" if stage.startswith(("compute_", "update_", "save_", "export")) else "switch"
 

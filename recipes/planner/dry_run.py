@@ -257,7 +257,7 @@ def dry_run(
     return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
 
 
-def _save_nothing(step: int) -> None:
+def _save_nothing(*numbers: int) -> None:
     """Stand in for the checkpoint or the export of a step."""
 
 
@@ -354,6 +354,8 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     loop = dataclasses.replace(loop, epochs=1, mini_batches=1)
     if isinstance(loop, PpoSection):
         loop = dataclasses.replace(loop, critic_warmup_steps=0)
+    else:  # All planned answers have the same reward.
+        loop = dataclasses.replace(loop, sampling_rounds=1)
     loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
     # All planned answers are cut off.
     loss = dataclasses.replace(recipe.loss, mask_cut_off=False)

@@ -204,15 +204,21 @@ class Rewards:
             self._thread = ThreadPoolExecutor(1, "rewards")
             self._thread.submit(self._pool.start)
 
-    def submit(self, answers: Sequence[Answer]) -> Callable[[], list[Score]]:
+    def submit(
+        self, answers: Sequence[Answer], *, required: bool = True
+    ) -> Callable[[], list[Score]]:
         """Begin to score answers in the worker processes.
+
+        Args:
+            answers: The answers.
+            required: Whether it is an error if faults leave no answer with a reward.
 
         Returns:
             A function that calls the functions of this process, waits for the others, and returns
-            the scores in order. It raises a ScorerError if faults leave no answer with a reward.
+            the scores in order. It raises a ScorerError if `required` rewards are missing.
         """
         scores = self._begin(answers)
-        return lambda: self._checked(scores())
+        return lambda: self._checked(scores(), required)
 
     def _begin(self, answers: Sequence[Answer]) -> Callable[[], list[Score]]:
         parts = self._parts(answers)
@@ -265,11 +271,11 @@ class Rewards:
             parts += [Part(function, chosen, rows) for function in self._functions[name]]
         return parts
 
-    def _checked(self, scores: list[Score]) -> list[Score]:
+    def _checked(self, scores: list[Score], required: bool) -> list[Score]:
         faults = [score.fault for score in scores if score.fault]
         if faults:
             more = f" ({len(faults) - 1} more answers failed)" if len(faults) > 1 else ""
-            if all(score.reward is None for score in scores):
+            if required and all(score.reward is None for score in scores):
                 raise ScorerError(f"no answer has a reward: {faults[0]}{more}; correct it")
             self._note(f"no reward: {faults[0]}{more}")
         return scores

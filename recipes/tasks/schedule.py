@@ -1,7 +1,7 @@
-"""The prompts of a step: which problems of which sets, a function of seed and step.
+"""The endless sequence of prompts, a function of the seed, of which a step takes the next ones.
 
-Steps take their prompts from one endless sequence of sets, in which every set has its share by
-weight. Each set runs through one permutation of its problems after another.
+In the sequence, every set has its share by weight. Each set runs through one permutation of its
+problems after another.
 """
 
 import math
@@ -19,20 +19,28 @@ LONGEST = 1_000_000
 
 
 def pick_problems(
-    tasks: Sequence[Task], count: int, seed: int, step: int
+    tasks: Sequence[Task], count: int, seed: int, drawn: int, apart: int | None = None
 ) -> list[tuple[Task, Problem]]:
-    """Return the `count` distinct problems of a step with their sets, where steps count from 1.
+    """Return the next `count` problems of the sequence with their sets.
 
     After any number of prompts, each set has had its share by weight, to within one prompt. A
     problem returns only after all problems of its set have been taken.
+
+    Args:
+        tasks: The sets.
+        count: Number of problems.
+        seed: Seed of the sequence.
+        drawn: Number of problems that come before in the sequence.
+        apart: Problems in a row that are distinct, at most as many as the sets can provide. The
+            sequence depends on it. None: `count`.
     """
     shares = shares_of(tuple(task.weight for task in tasks))
     picked: list[tuple[Task, Problem]] = []
-    for index, position in shares.between((step - 1) * count, step * count):
+    for index, position in shares.between(drawn, drawn + count):
         problems = tasks[index].train
         turn, place = divmod(position, len(problems))
-        apart = shares.most(index, count)
-        order = _permutation(len(problems), apart, f"{seed}/prompts/{index}", turn)
+        most = shares.most(index, apart or count)
+        order = _permutation(len(problems), most, f"{seed}/prompts/{index}", turn)
         picked.append((tasks[index], problems[order[place]]))
     return picked
 
@@ -72,7 +80,7 @@ class Shares:
         return picked
 
     def most(self, index: int, count: int) -> int:
-        """Return a bound on the prompts of a set among `count` prompts of a step."""
+        """Return a bound on the prompts of a set among `count` prompts in a row."""
         share = -(-count * self.rates[index] // self.period)
         return share if count % self.period == 0 else min(count, share + 1)
 
@@ -97,7 +105,7 @@ def _permutation(size: int, apart: int, seed: str, turn: int) -> Sequence[int]:
     """Return the permutation of one pass, a function of its arguments.
 
     Passes shuffle within blocks that are the same for all passes. So an index returns after
-    `apart` places at the earliest, and no step has a problem twice.
+    `apart` places at the earliest.
     """
     order = list(range(size))
     random.Random(seed).shuffle(order)

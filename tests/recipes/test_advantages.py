@@ -18,7 +18,7 @@ from recipes.advantages import (
     compare_answers,
     compare_tokens,
     compute_advantages,
-    groups_without_signal,
+    with_signal,
 )
 from recipes.config.models import Baseline, Scale
 
@@ -94,7 +94,7 @@ def test_advantages_of_any_size_and_offset_match_exact_arithmetic(
         if len({*group} - {None}) <= 1:
             assert own == [0.0] * size, "equal rewards, a single one or none"
     dead = sum(len({*group} - {None}) <= 1 for group in drawn)
-    assert groups_without_signal(flat, size) == dead
+    assert with_signal(flat, size).count(False) == dead
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_advantages_of_any_size_and_offset_match_exact_arithmetic(
 def test_different_rewards_give_a_signal(group: list[float], expected: float) -> None:
     advantages = compare_answers(group * 2, 4)
     assert advantages == pytest.approx([-expected, expected] * 2, rel=2e-3)
-    assert groups_without_signal(group * 2, 4) == 0
+    assert with_signal(group * 2, 4) == [True]
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 2e6 + 0.1, -1e300])

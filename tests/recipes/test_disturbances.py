@@ -16,6 +16,7 @@ import random
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("fakes", "no_pictures")
 WORDS = ["steps=12", "grpo.prompts_per_step=16", "grpo.samples_per_prompt=2"]
 WORDS += ["eval.every=2", "eval.samples=2", "eval.temperature=1.0", "checkpoint.every=5"]
 PATIENT, IMPATIENT = "eval.patience=0", "eval.patience=2"
+# Steps of these runs have several generations, so that the prompts depend on the rewards.
+MORE = {PATIENT: [], IMPATIENT: ["grpo.sampling_rounds=3"]}
 ACCESSES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir")
 DISTURBANCES = ("kill", "interrupt", "full disk")
 
@@ -103,7 +106,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     @functools.cache
     def run(patience: str) -> tuple[Path, int]:
         folder = tmp_path_factory.mktemp("straight") / "run"
-        words = ["run", "tiny", *WORDS, patience, "--run-dir", str(folder)]
+        words = ["run", "tiny", *WORDS, patience, *MORE[patience], "--run-dir", str(folder)]
         status, lines = session(words, folder)
         assert status == 0, lines
         return folder, int(lines[-1])
@@ -121,7 +124,7 @@ def disturbed(folder: Path, patience: str, kind: str, moments: list[int]) -> Non
         words = ["run", "--resume", str(folder)]
         if not (saved := RunFolder(folder).has_checkpoint()):
             shutil.rmtree(folder, ignore_errors=True)
-            words = ["run", "tiny", *WORDS, patience, "--run-dir", str(folder)]
+            words = ["run", "tiny", *WORDS, patience, *MORE[patience], "--run-dir", str(folder)]
         status, lines = session(words, folder, kind if moment else "", moment)
         if status == 0 or (status == 2 and ended(lines[-2])):
             return
@@ -145,7 +148,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def state(checkpoint: Path) -> dict[str, Any]:
     values = json.loads((checkpoint / "values.json").read_text())
-    return {key: values[key] for key in ("weights", "seen")}
+    return {key: values[key] for key in ("weights", "seen")} | values["extra"]
 
 
 @pytest.mark.soak
@@ -175,7 +178,7 @@ def test_every_prompt_is_learned_once_in_a_pass(straight: Straight, tmp_path: Pa
     """Kill a run in each of its steps: 48 training problems, 16 in a step."""
     folder, (_, events) = tmp_path / "run", straight(PATIENT)
     disturbed(folder, PATIENT, "kill", list(range(events // 12, events, events // 12)))
-    prompts = [tuple(prompt) for prompt in state(folder / "checkpoints" / "step_12")["seen"]][::2]
-    assert len(prompts) == 12 * 16
-    for start in range(0, len(prompts), 48):
-        assert len({*prompts[start : start + 48]}) == 48
+    prompts = [tuple(prompt) for prompt in state(folder / "checkpoints" / "step_12")["seen"]]
+    assert len(prompts) == 12 * 32
+    for start in range(0, len(prompts), 96):
+        assert list(Counter(prompts[start : start + 96]).values()) == [2] * 48

@@ -1,12 +1,16 @@
-"""Prompts and sampling seeds as functions of (seed, step), and which answers are scored."""
+"""Prompts and sampling seeds, which answers are scored, and the length penalty."""
 
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from recipes.sampling import sampling_seed, scored
+from recipes.config.models import SamplingSection
+from recipes.sampling import Samples, sampling_seed, scored, with_length_penalty
 from recipes.tasks import Problem, Score, Task
 from recipes.tasks.schedule import pick_problems
 
@@ -24,19 +28,10 @@ def sets(*sizes: int) -> list[Task]:
     ]
 
 
-def picked(tasks: list[Task], count: int, step: int, seed: int = 0) -> list[str]:
-    chosen = pick_problems(tasks, count, seed, step)
+def picked(tasks: list[Task], count: int, step: int) -> list[str]:
+    chosen = pick_problems(tasks, count, 0, (step - 1) * count)
     assert all(problem in task.train for task, problem in chosen)
     return [problem.text for _, problem in chosen]
-
-
-def test_prompts_are_a_function_of_seed_and_step() -> None:
-    tasks = sets(50)
-    first = picked(tasks, 8, step=1)
-    assert first == picked(tasks, 8, step=1)
-    assert len(set(first)) == 8
-    assert first != picked(tasks, 8, step=2)
-    assert first != picked(tasks, 8, step=1, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +71,54 @@ def test_sampling_seeds_differ_and_fit_63_bits() -> None:
 def test_answers_with_a_reward_are_scored() -> None:
     scores = [Score(reward=reward) for reward in (None, 0.0, 1.0, None, -1.0)]
     assert scored(scores) == [1, 2, 4]
+
+
+def answers(lengths: list[int]) -> Samples:
+    """Return answers of these lengths."""
+    count, (task,) = len(lengths), sets(1)
+    return Samples(
+        tasks=[task] * count,
+        problems=[task.train[0]] * count,
+        prompt_ids=[[1]] * count,
+        response_ids=[[2] * length for length in lengths],
+        logprobs=[[-1.0] * length for length in lengths],
+        texts=[""] * count,
+        ended=[True] * count,
+    )
+
+
+@given(
+    st.integers(1, 300).flatmap(lambda most: st.tuples(st.just(most), st.integers(1, most))),
+    st.floats(1e-3, 10),
+    st.none() | st.floats(-5, 5),
+)
+def test_length_penalty_is_the_soft_overlong_punishment_of_dapo(
+    sizes: tuple[int, int], largest: float, reward: float | None
+) -> None:
+    """Compare with equation 13, whose pieces meet at both ends of the window."""
+    most, window = sizes
+    section = SamplingSection(max_tokens=most, length_penalty=largest, length_penalty_tokens=window)
+    lengths = list(range(most + 1))
+    raw = [Score(reward=reward, exact=True, figures={"right": 1.0})] * len(lengths)
+    shaped = with_length_penalty(answers(lengths), raw, section)
+    for length, score in zip(lengths, shaped, strict=True):
+        if reward is None:
+            assert score is raw[0]
+            continue
+        expected = (
+            Fraction(0) if length <= most - window else Fraction(most - window - length, window)
+        )
+        deduction = score.figures["length_penalty"]
+        # Two roundings, of the product and of the quotient.
+        assert deduction == pytest.approx(-float(expected) * largest, rel=2**-51)
+        assert score.reward == reward - deduction
+        assert score.exact and score.figures["right"] == 1.0
+    if reward is not None:
+        assert shaped[-1].figures["length_penalty"] == pytest.approx(largest, rel=2**-51)
+
+
+def test_length_penalty_is_off_by_default_and_takes_a_fifth_of_the_tokens() -> None:
+    scores = [Score(reward=1.0)]
+    assert with_length_penalty(answers([512]), scores, SamplingSection()) == scores
+    assert SamplingSection(max_tokens=20480).penalized_tokens == 4096
+    assert SamplingSection(max_tokens=1).penalized_tokens == 1

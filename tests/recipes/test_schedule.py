@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from fractions import Fraction
@@ -61,7 +62,9 @@ def test_steps_hold_distinct_problems_and_passes_hold_each_problem_once(
     ]
     if shares.period > 5000:
         first %= 100
-    steps = [pick_problems(sets, count, seed, step) for step in range(first, first + 40)]
+    steps = [
+        pick_problems(sets, count, seed, (step - 1) * count) for step in range(first, first + 40)
+    ]
     for picked in steps:
         assert len({problem for _, problem in picked}) == count
     flat = [pair for picked in steps for pair in picked]
@@ -78,18 +81,37 @@ def test_steps_hold_distinct_problems_and_passes_hold_each_problem_once(
             assert {*whole} == {*task.train}
 
 
-def test_prompts_are_a_function_of_seed_and_step() -> None:
-    tasks = [make_set("a", 50)]
-    first = pick_problems(tasks, 8, seed=0, step=1)
-    assert first == pick_problems(tasks, 8, seed=0, step=1)
-    assert first != pick_problems(tasks, 8, seed=0, step=2)
-    assert first != pick_problems(tasks, 8, seed=1, step=1)
+MIXED = [make_set("a", 31), make_set("b", 20, 0.5), make_set("c", 9, 0.25)]
+
+
+def test_prompts_of_old_runs_stay_the_same() -> None:
+    """Compare 100 steps with those of a run that began before steps could differ in size."""
+    steps = [[p.text for _, p in pick_problems(MIXED, 8, 3, 8 * step)] for step in range(100)]
+    assert steps[0] == ["a 11", "b 13", "a 13", "c 5", "a 1", "b 17", "a 4", "a 22"]
+    assert (
+        hashlib.sha256(repr(steps).encode()).hexdigest().startswith("fee2e861b212b21a1c1b71e3fc98")
+    )
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 3), st.integers(0, 500), st.lists(st.integers(1, 8), max_size=12))
+def test_prompts_do_not_depend_on_how_many_are_drawn_together(
+    seed: int, drawn: int, counts: list[int]
+) -> None:
+    parts = list[tuple[Task, Problem]]()
+    for count in counts:
+        parts += pick_problems(MIXED, count, seed, drawn + len(parts), apart=8)
+    together = pick_problems(MIXED, len(parts), seed, drawn, apart=8)
+    assert parts == together
+    for start in range(len(parts)):
+        window = [problem for _, problem in parts[start : start + 8]]
+        assert len({*window}) == len(window)
 
 
 def test_one_pass_over_7500_problems_sees_each_once_and_the_next_in_another_order() -> None:
     tasks = [make_set("a", 7500)]
     passes = [
-        [p.text for step in steps for _, p in pick_problems(tasks, 50, 0, step)]
+        [p.text for step in steps for _, p in pick_problems(tasks, 50, 0, 50 * (step - 1))]
         for steps in (range(1, 151), range(151, 301))
     ]
     assert len({*passes[0]}) == len({*passes[1]}) == 7500
@@ -100,7 +122,9 @@ def test_one_pass_over_7500_problems_sees_each_once_and_the_next_in_another_orde
 def test_set_of_small_weight_is_neither_starved_nor_doubled() -> None:
     tasks = [make_set("a", 60), make_set("b", 60, 0.5), make_set("c", 60, 0.01)]
     counts = Counter(
-        task.name for step in range(1, 152) for task, _ in pick_problems(tasks, 2, 0, step)
+        task.name
+        for step in range(1, 152)
+        for task, _ in pick_problems(tasks, 2, 0, 2 * (step - 1))
     )
     assert counts == {"a": 200, "b": 100, "c": 2}
 
@@ -108,8 +132,8 @@ def test_set_of_small_weight_is_neither_starved_nor_doubled() -> None:
 @pytest.mark.parametrize("weights", [(1.0,), (0.7, 0.3), (1 / 3, 0.1234567891, 2.0)])
 def test_late_step_is_as_fast_as_an_early_one(weights: tuple[float, ...]) -> None:
     tasks = [make_set(str(weight), 500, weight) for weight in weights]
-    pick_problems(tasks, 64, 0, 100_000)
+    pick_problems(tasks, 64, 0, 6_400_000)
     begun = time.process_time()
     for step in range(100_001, 100_051):
-        pick_problems(tasks, 64, 0, step)
+        pick_problems(tasks, 64, 0, 64 * step)
     assert time.process_time() - begun < 2  # Counting from the first step takes minutes.

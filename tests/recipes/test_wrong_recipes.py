@@ -83,6 +83,16 @@ RULES = [
     ("tiny", f"{VLLM} cycle.alias=always", "excludes vLLM, whose buffers lie among its weights"),
     ("tiny", f"{VLLM} cycle.overlap=[params]", f"{GROWS}, and vLLM's does not"),
     ("tiny", f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01 by vLLM"),
+    (
+        "tiny",
+        "grpo.sampling_rounds=2 grpo.baseline=batch grpo.scale=batch",
+        "rounds=2: needs advantages within groups, not grpo.baseline=batch; set grpo.sampling_ro",
+    ),
+    (
+        "tiny",
+        "sampling.max_tokens=8 sampling.length_penalty=1 sampling.length_penalty_tokens=9",
+        "tokens=9: exceeds sampling.max_tokens=8; set sampling.length_penalty_tokens=8",
+    ),
     ("tiny", f"{SGLANG} {TWO}", "size=2: puts SGLang's workers into separate processes"),
     ("tiny", f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "is untested above one"),
 ]
@@ -98,6 +108,7 @@ IDLE = [
     ("smollm2-135m", "model.config.hidden_size=8", "model.path=smollm2-135m"),
     ("tiny", "task.split=test", "task.name=toy"),
     ("tiny", "task.extract=number", "task.name=toy"),
+    ("tiny", "sampling.length_penalty_tokens=2", "sampling.length_penalty=0"),
     ("tiny", "task.weight=2", "task.mixture=[]"),
 ]
 LATENT = " model.config.".join([
