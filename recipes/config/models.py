@@ -29,7 +29,8 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 BetweenZeroAndOne = Annotated[float, Field(gt=0, lt=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+MasterDtype = Literal["float32", "bfloat16"]
 Wish = Literal["auto", "always", "never"]
 Gpu = Literal["h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb"]
 GPUS = get_args(Gpu)
@@ -77,7 +78,9 @@ class ModelSection:
             path.
         config: Fields of a transformers config, with its model_type. vocab_size defaults to the
             tokenizer's. Unused with a path.
-        dtype: Precision of the rollout and of the trainer's forward and backward passes.
+        dtype: Precision of the rollout and of the trainer's forward and backward passes. float16
+            rounds an eighth as much as bfloat16, trains with a loss scale, and is too narrow for
+            some models.
         fp32_router: Whether the routers of a mixture of experts compute in float32, in rollout and
             trainer.
     """
@@ -154,6 +157,7 @@ class TrainerSection:
 
     Attributes:
         dtype: Precision of masters, gradients and moments; bfloat16 rounds small updates away.
+            model.dtype=float16 needs float32.
         learning_rate: Learning rate of AdamW; with lr_decay, the rate of the first update.
         lr_decay: Whether the rate falls linearly and reaches 0 after the last of `steps`. In a run
             resumed with another `steps`, it falls to 0 there, from its last value.
@@ -172,7 +176,7 @@ class TrainerSection:
             device in an update.
     """
 
-    dtype: Dtype = "float32"
+    dtype: MasterDtype = "float32"
     learning_rate: BetweenZeroAndOne = 1e-6
     lr_decay: bool = False
     weight_decay: BelowOne = 0.0

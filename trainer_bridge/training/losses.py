@@ -150,9 +150,14 @@ def add_gradients(
 
 
 def policy_gradient(
-    model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
+    model: nn.Module,
+    config: TrainerConfig,
+    batch: SequenceBatch,
+    world: int,
+    scale: float,
+    micro: MicroBatch,
 ) -> list[Tensor]:
-    """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
+    """Add `scale` times the gradient of a micro batch of `batch`, which `world` ranks share.
 
     The result has sums over the micro batch's tokens: loss, tokens clipped at the low side and at
     the high side, KL estimate and entropy.
@@ -172,7 +177,7 @@ def policy_gradient(
         if balance is not None and len(logprobs):
             loss = loss + len(logprobs) * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
-        (loss * (world / batch.num_tokens)).backward()
+        (loss * (scale * world / batch.num_tokens)).backward()
     return [loss.detach(), low, high, kl, entropy.sum()]
 
 
