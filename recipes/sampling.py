@@ -1,5 +1,6 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -163,14 +164,27 @@ def answer(
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]
     routed = [completion.routed_experts for _, completion in flat]
+    logprobs = [list(completion.logprobs) for _, completion in flat]
+    _check_finite(logprobs, setup.recipe.model.dtype)
     bodies = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]
     return Samples(
         tasks=[prompts[index][0] for index, _ in flat],
         problems=[prompts[index][1] for index, _ in flat],
         prompt_ids=[prompt_ids[index] for index, _ in flat],
         response_ids=ids,
-        logprobs=[list(completion.logprobs) for _, completion in flat],
+        logprobs=logprobs,
         texts=decode(setup.tokenizer, bodies),
         ended=ended,
         routed_experts=routed if setup.recipe.loop.router_replay else None,
     )
+
+
+def _check_finite(logprobs: PerToken, dtype: str) -> None:
+    """Raise a FloatingPointError if a log-probability is not finite, so its token is arbitrary."""
+    if not (wrong := sum(not math.isfinite(sum(row)) for row in logprobs)):
+        return
+    remedy = "look for NaN and infinities in the model's weights"
+    if dtype == "float16":
+        remedy = "the model exceeds float16's 65,504; start a new run with model.dtype=bfloat16"
+    rule = "have log-probabilities in the rollout that are not finite"
+    raise FloatingPointError(f"{wrong} of {len(logprobs)} answers {rule}: {remedy}")

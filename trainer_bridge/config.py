@@ -11,11 +11,11 @@ import torch
 from rollout.model import resolve_model
 from trainer_bridge.tags import TRAINER_TAGS
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 Checkpointing = Literal["layers", "mlp", "none"]
-DTYPES = ("float32", "bfloat16")
+DTYPES = get_args(Dtype)
 _CHECKPOINTING = ("layers", "mlp", "none")
 _SCHEDULES = ("constant", "linear", "cosine")
 Rule = tuple[Callable[[Any], object] | bool, str]
@@ -195,9 +195,11 @@ class TrainerConfig:
             on the Hub, which is downloaded.
         random_init: Initialize random weights on the device instead of reading safetensors. The
             same seed gives the same weights on any number of ranks.
-        dtype: Dtype of the parameter shards, their gradients and the optimizer state.
+        dtype: Dtype of the parameter shards, their gradients and the optimizer state; not float16,
+            in which small updates vanish.
         param_dtype: Dtype of the unsharded parameters in forward and backward (mixed precision);
-            None is `dtype`.
+            None is `dtype`. float16 needs `dtype="float32"`, and updates have a dynamic loss scale
+            (`LossScale`).
         learning_rate: Learning rate after the warm-up; finite, not negative.
         schedule: Course of the learning rate over the policy's updates.
         weight_decay: AdamW's decoupled weight decay, of policy and critic; finite, not negative.
@@ -260,12 +262,15 @@ class TrainerConfig:
         offloads = not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
-        dtypes, modes = " or ".join(DTYPES), ", ".join(_CHECKPOINTING)
+        half = self.param_dtype != "float16" or self.dtype == "float32"
+        dtypes, modes = ", ".join(DTYPES), ", ".join(_CHECKPOINTING)
         _check(
             self,
             ("model_path", bool, "name a Hugging Face model directory"),
-            ("dtype", self.dtype in DTYPES, f"use {dtypes}"),
-            ("param_dtype", self.param_dtype in (None, *DTYPES), f"use {dtypes}, or None"),
+            ("dtype", self.dtype != "float16", "use float32, with param_dtype='float16'"),
+            ("dtype", self.dtype in DTYPES, "use float32 or bfloat16"),
+            ("param_dtype", self.param_dtype in (None, *DTYPES), f"use one of {dtypes}, or None"),
+            ("param_dtype", half, "needs dtype='float32'"),
             ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {modes}"),
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),

@@ -30,6 +30,7 @@ from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import ShardedWeights, save_folder
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
+from trainer_bridge.training.loss_scale import LossScale, check_scores
 from trainer_bridge.training.losses import (
     add_gradients,
     micro_logprobs,
@@ -130,11 +131,14 @@ class Trainer(SaverSide):
             self.optimizer = build_optimizer(
                 list(trained_params(self.model).values()), config, runtime, saver
             )
+            masters: dict[nn.Parameter, Tensor] = {}
             if isinstance(self.optimizer, StreamedAdamW):
-                fill_weights(self.model, config, runtime, self.optimizer.masters())
+                masters = self.optimizer.masters()
+                fill_weights(self.model, config, runtime, masters)
                 self.optimizer.publish()
-            self._began_with = runtime.digest(self.model)
+            self._began_with = runtime.digest(self.model, masters)
             self.step, self._rate = 0, LearningRate.of(config)
+            self._loss_scale = LossScale.of(config)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._offloader.order = partial(shards_in_order, self.model)
@@ -165,13 +169,15 @@ class Trainer(SaverSide):
         Raises:
             ValueError: `base` is set, but the trainer has no adapters.
             StateError: Tag `params` is offloaded, or its content is lost.
+            FloatingPointError: A log-probability is not finite: the model exceeds the range of
+                float16, or its weights are not finite.
         """
         if base and self._adapters is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
             raise ValueError(f"compute_log_prob(base=True) {rule}")
         self._require("compute_log_prob", PARAMS, prefetching=True)
         with without_adapters(self.model) if base else contextlib.nullcontext():
-            return self._logprobs(self.model, batch)
+            return self._logprobs("compute_log_prob", self.model, batch)
 
     def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]:
         """Compute the reference's log-probability of every response token.
@@ -186,6 +192,7 @@ class Trainer(SaverSide):
 
         Raises:
             StateError: The trainer has no reference, or the tag is offloaded.
+            FloatingPointError: A log-probability is not finite.
         """
         if self._adapters is not None and self.config.reference:
             return self.compute_log_prob(batch, base=True)
@@ -194,7 +201,7 @@ class Trainer(SaverSide):
                 "compute_ref_log_prob() has no reference; create the trainer with reference=True"
             )
         self._require("compute_ref_log_prob", REFERENCE)
-        return self._logprobs(self.reference, batch)
+        return self._logprobs("compute_ref_log_prob", self.reference, batch)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Compute the critic's value of every response token (`Critic`).
@@ -209,6 +216,7 @@ class Trainer(SaverSide):
 
         Raises:
             StateError: The trainer has no critic, or the tag is offloaded.
+            FloatingPointError: A value is not finite.
         """
         return self._critic("compute_values", CRITIC).compute_values(batch)
 
@@ -221,13 +229,14 @@ class Trainer(SaverSide):
             batch: Sequences with `values` and `returns`.
 
         Returns:
-            value_loss, value_clip_fraction, critic_grad_norm (before clipping) and
-            critic_learning_rate.
+            value_loss, value_clip_fraction, critic_grad_norm (before clipping),
+            critic_learning_rate and, in float16, critic_loss_scale and critic_skipped.
 
         Raises:
             StateError: The trainer has no critic, or a tag is offloaded.
             ValueError: The batch lacks a field.
-            FloatingPointError: A gradient is not finite. Nothing has changed.
+            FloatingPointError: A gradient is not finite; in float16, the loss is not finite either,
+                or it is the 20th such update in a row. Nothing has changed.
         """
         return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
@@ -238,6 +247,10 @@ class Trainer(SaverSide):
         `router_aux_loss_coef` times the load-balance loss of each micro batch, weighted by its
         share of these tokens. Needs tags `params` and `optim` reloaded.
 
+        With `param_dtype="float16"` the loss is scaled (`LossScale`), and an update whose gradients
+        overflow is skipped: parameters and the optimizer's state stay unchanged, while `step` and
+        the learning rate's schedule advance.
+
         Args:
             batch: Sequences with `old_logprobs` and `advantages`, and with `ref_logprobs` if the
                 loss has a KL term.
@@ -246,12 +259,14 @@ class Trainer(SaverSide):
             loss, grad_norm (before clipping), clip_fraction (share of tokens whose ratio the loss
             clips, see `PolicyLoss`), its parts clip_fraction_low (ratio below 1 - clip_low) and
             clip_fraction_high (ratio above 1 + clip_high), approx_kl, entropy (nats),
-            learning_rate and tokens.
+            learning_rate and tokens. In float16 also loss_scale (of this update) and skipped (0 or
+            1); the grad_norm of a skipped update is 0.
 
         Raises:
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
             ValueError: The batch lacks a field.
-            FloatingPointError: A gradient is not finite. Nothing has changed.
+            FloatingPointError: A gradient is not finite; in float16, the loss is not finite either,
+                or it is the 20th such update in a row. Nothing has changed.
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
@@ -259,15 +274,16 @@ class Trainer(SaverSide):
         needed += ["ref_logprobs"] if self.config.loss.kl_coef else []
         check_learning("update_actor", batch, self.model.config, needed)
         self.zero_grad()
-        learn = partial(policy_gradient, self.model, self.config, batch, self._runtime.world)
+        world, scale = self._runtime.world, self._loss_scale
+        learn = partial(policy_gradient, self.model, self.config, batch, world, scale.value)
         size = self.config.micro_batch_size
         loss, *sums = add_gradients(self.model, batch, learn, size, self._runtime)
         self._offloader.await_content()
-        rate = self._rate.after(self.step)
-        grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
+        rate, done = self._rate.after(self.step), self.step
+        low, high, kl, entropy = (total / batch.num_tokens for total in sums)
+        figures = optimizer_step(self.optimizer, self.config, scale, rate, done, loss)
         self.step += 1
         self._runtime.finish()  # the step's queued work counts as part of this stage
-        low, high, kl, entropy = (total / batch.num_tokens for total in sums)
         return {
             "loss": loss,
             "clip_fraction": low + high,
@@ -275,9 +291,8 @@ class Trainer(SaverSide):
             "clip_fraction_high": high,
             "approx_kl": kl,
             "entropy": entropy,
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
             "tokens": float(batch.num_tokens),
+            **figures,
         }
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
@@ -438,8 +453,10 @@ class Trainer(SaverSide):
         self._require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
         values |= {"began_with": self._began_with, "rate": dataclasses.asdict(self._rate)}
+        values["loss_scale"] = dataclasses.asdict(self._loss_scale)
         if self.critic is not None:
             values["critic_step"] = self.critic.step
+            values["critic_loss_scale"] = dataclasses.asdict(self.critic.loss_scale)
             values["critic_rate"] = dataclasses.asdict(self.critic.rate)
         checkpoint.save(directory, self._state(), values)
 
@@ -469,12 +486,15 @@ class Trainer(SaverSide):
         values = checkpoint.load(directory, self._state(), self._identity(), self._began_with)
         self.step = values["step"]
         self._rate = LearningRate.of(self.config).continuing(values.get("rate"), self.step)
-        after_load(self.optimizer, self.step)
+        self._loss_scale = LossScale.of(self.config).continuing(values.get("loss_scale"))
+        after_load(self.optimizer, self.step - self._loss_scale.skipped)
         if (critic := self.critic) is not None:
             critic.step = values["critic_step"]
             begun = LearningRate.of(critic.config)
             critic.rate = begun.continuing(values.get("critic_rate"), critic.step)
-            after_load(critic.optimizer, critic.step)
+            scale = LossScale.of(critic.config).continuing(values.get("critic_loss_scale"))
+            critic.loss_scale = scale
+            after_load(critic.optimizer, critic.step - scale.skipped)
         learned = PARAMS if self._adapters is None else ADAPTERS
         self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)
         return values["extra"]
@@ -509,7 +529,7 @@ class Trainer(SaverSide):
         """
         self._require("save_pretrained", PARAMS)
         if dtype not in (None, *DTYPES):
-            raise ValueError(f"save_pretrained(dtype={dtype!r}): use {' or '.join(DTYPES)}")
+            raise ValueError(f"save_pretrained(dtype={dtype!r}): use {', '.join(DTYPES)}")
         self._offloader.await_content()
         weights = ShardedWeights(self.model, self.config)
         own = None if dtype is None else getattr(torch, dtype)
@@ -533,12 +553,15 @@ class Trainer(SaverSide):
         self._offloader.await_content()
         return self._shards.tensors()
 
-    def _logprobs(self, model: nn.Module, batch: SequenceBatch) -> list[list[float]]:
+    def _logprobs(self, method: str, model: nn.Module, batch: SequenceBatch) -> list[list[float]]:
         def score(micro: MicroBatch) -> Tensor:
             with replay(model, micro.routed):
                 return micro_logprobs(model, micro, batch.temperature)[0]
 
-        return score_tokens(model, batch, score, self.config.micro_batch_size, self._runtime)
+        size = self.config.micro_batch_size
+        logprobs = score_tokens(model, batch, score, size, self._runtime)
+        check_scores(method, logprobs, self.config)
+        return logprobs
 
     def _add_params(self) -> None:
         if self._adapters is not None:

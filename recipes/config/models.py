@@ -30,7 +30,8 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 BetweenZeroAndOne = Annotated[float, Field(gt=0, lt=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+MasterDtype = Literal["float32", "bfloat16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]
@@ -82,7 +83,9 @@ class ModelSection:
             path.
         config: Fields of a transformers config, with its model_type. vocab_size defaults to the
             tokenizer's. Unused with a path.
-        dtype: Precision of the rollout and of the trainer's forward and backward passes.
+        dtype: Precision of the rollout and of the trainer's forward and backward passes. float16
+            rounds an eighth as much as bfloat16, trains with a loss scale, and is too narrow for
+            some models.
         fp32_router: Whether the routers of a mixture of experts compute in float32, in rollout and
             trainer.
     """
@@ -159,6 +162,7 @@ class TrainerSection:
 
     Attributes:
         dtype: Precision of masters, gradients and moments; bfloat16 rounds small updates away.
+            model.dtype=float16 needs float32.
         learning_rate: Learning rate of AdamW, after the warm-up.
         schedule: Course of the rate after the warm-up: constant, or a fall to final_rate after the
             last of `steps`, linear or along half a cosine.
@@ -180,7 +184,7 @@ class TrainerSection:
             device in an update.
     """
 
-    dtype: Dtype = "float32"
+    dtype: MasterDtype = "float32"
     learning_rate: BetweenZeroAndOne = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: CountOrZero = 0

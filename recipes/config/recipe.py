@@ -253,6 +253,8 @@ class Recipe:
         layers = self.lora.target_modules
         if offload and self.trainer.dtype != "float32":
             yield "trainer.dtype", "trainer.optimizer_offload=true keeps float32 masters"
+        if self.model.dtype == "float16" and self.trainer.dtype != "float32":
+            yield "trainer.dtype", "model.dtype=float16 needs float32 masters"
         if offload and rank:
             rule = f"is not needed for adapters, which are small (lora.rank={rank})"
             yield "trainer.optimizer_offload", rule

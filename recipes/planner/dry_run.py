@@ -11,7 +11,7 @@ import gc
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -98,7 +98,7 @@ class PlannedRuntime(Runtime):
                     empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
                     setattr(module, name, empty)
 
-    def digest(self, model: nn.Module) -> str:
+    def digest(self, model: nn.Module, masters: Mapping[nn.Parameter, Tensor]) -> str:
         """Return an empty digest, because the weights have no content."""
         return ""
 

@@ -195,9 +195,14 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
         return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
     if "weights" in recipe.cycle.named:
         return "cycle.resident names weights, whose pages go back to the trainer"
-    config = TrainerConfig(model_path=str(model_dir), dtype=own)
+    config = TrainerConfig(
+        model_path=str(model_dir),
+        dtype=recipe.trainer.dtype,
+        param_dtype=recipe.model.dtype,
+        optimizer_offload=recipe.trainer.optimizer_offload,
+    )
     try:
-        manifest = whole_manifest(load_model_config(model_dir), config.torch_dtype)
+        manifest = whole_manifest(load_model_config(model_dir), config.torch_model_dtype)
         check_layout(config, manifest)
     except ValueError as error:
         return one_line(error)

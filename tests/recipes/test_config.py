@@ -119,7 +119,7 @@ def test_keys_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     schema = json.loads(capsys.readouterr().out)
     assert {*schema["properties"]} == {key for key in FIELDS if "." not in key}
     dtype = schema["$defs"]["ModelSection"]["properties"]["dtype"]
-    assert (dtype["enum"], dtype["default"]) == (["float32", "bfloat16"], "bfloat16")
+    assert (dtype["enum"], dtype["default"]) == (["float32", "bfloat16", "float16"], "bfloat16")
 
 
 @pytest.mark.parametrize("words", [["recipes"], ["keys", "--schema"]], ids=["short", "long"])

@@ -40,6 +40,7 @@ RULES = [
     ("tiny", f"{FOUR} engine.expert_parallel=3", "must divide engine.tensor_parallel_size=4"),
     ("tiny", "engine.tensor_parallel_size=2", "does not divide cluster.n_gpus_per_node=1, the"),
     ("qwen2.5-7b", "trainer.optimizer_offload=true", "trainer.dtype=bfloat16: trainer.optimizer_"),
+    ("qwen2.5-7b", "model.dtype=float16", "trainer.dtype=bfloat16: model.dtype=float16 needs"),
     ("tiny", "trainer.optimizer_offload=true lora.rank=2", "which are small (lora.rank=2)"),
     ("tiny", "lora.rank=12 lora.target_modules=[experts]", "8 for adapters of experts; set lora."),
     ("tiny", "lora.rank=1 lora.target_modules=[q_proj,q_proj]", "names a layer twice"),

@@ -161,7 +161,7 @@ FEW = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "dims", "q_lens", "kv_lens"),
     [

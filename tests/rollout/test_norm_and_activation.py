@@ -12,6 +12,7 @@ from tests.helpers.case_selection import some
 
 EPS = 1e-6
 SHAPES = some((5, 896), (70, 16), (0, 64), whole=[(3, 64), (2, 100), (1, 4096)])
+DTYPES = some(torch.float32, torch.bfloat16, whole=[torch.float16])
 pytestmark = pytest.mark.usefixtures("triton_device")
 
 
@@ -25,13 +26,15 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare a norm with its reference, up to the order of the sum of squares."""
     # fp32: the order changes a sum of positive squares by a few 2**-24 and its root by half of
     # that, then three products: below 16 roundings, 1e-6. bf16: the order may change both roundings
-    # by an ulp, and the interpreter truncates.
+    # by an ulp, and the interpreter truncates. fp16 has three bits more, but numbers below 2**-14
+    # have multiples of 2**-24.
     assert out.dtype == expected.dtype and out.shape == expected.shape and out.is_contiguous()
-    rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[out.dtype]
-    torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=0)
+    rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[out.dtype]
+    atol = 2**-23 if out.dtype == torch.float16 else 0
+    torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("centred", [False, True])
 def test_norm_kernel_equals_reference(
@@ -45,7 +48,7 @@ def test_norm_kernel_equals_reference(
     assert_close(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_residual_sum_is_rounded_before_its_norm(
     shape: tuple[int, int], dtype: torch.dtype, device: str
@@ -79,7 +82,7 @@ def test_norm_of_heads_in_fused_product_equals_norm_of_copy(head: int, device: s
     assert_close(normed, rms_norm(total, weight, EPS, "torch"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("theirs", "centred"), [(Qwen2RMSNorm, False), (Qwen3NextRMSNorm, True)])
 def test_norm_reference_equals_transformers(
     theirs: Any, centred: bool, dtype: torch.dtype, device: str

@@ -26,7 +26,8 @@ SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (40, 8, 128, 2056), (33, 2, 64
 # Tolerances relative to the largest value. The longest chain is a gate's gradient, with fewer than
 # 16 roundings of 2**-24: an exponential (two), a sum and a quotient, its complement, five products
 # and a sum. Triton's interpreter truncates bf16.
-U = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
+U = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+DTYPES = some(torch.float32, torch.bfloat16, whole=[torch.float16])
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -73,6 +74,7 @@ def test_sort_pairs_orders_by_expert_then_token(
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, torch.float32),
+        *some(whole=[(torch.float16, torch.float16), (torch.float16, torch.float32)]),
     ],
 )
 def test_spread_and_combine_match_fp64(
@@ -107,7 +109,7 @@ def test_spread_and_combine_match_fp64(
 
 @pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("inner", some(40, whole=[768, 4096]))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_gate_and_its_gradient_match_fp64(
     rows: int, inner: int, dtype: torch.dtype, impl: Impl, device: str
 ) -> None:
@@ -128,7 +130,7 @@ def test_silu_gate_and_its_gradient_match_fp64(
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_mix_experts_and_gradients_match_transformers(
     act: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -152,7 +154,7 @@ def test_mix_experts_and_gradients_match_transformers(
     exact.backward(slope.double())
     results = [out, *(tensor.grad for tensor in (*inputs, *own.parameters()))]
     expected = [exact, *(tensor.grad for tensor in (*wide, *exact_experts.parameters()))]
-    size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-5}[dtype]
+    size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}[dtype]
     for result, wanted in zip(results, expected, strict=True):
         assert result is not None and wanted is not None and result.dtype == dtype
         apart = (result.detach().double() - wanted.detach()).abs().max()

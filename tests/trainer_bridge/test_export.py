@@ -267,7 +267,7 @@ def test_merged_adapters_are_rounded_once_to_the_dtype_of_the_rollout(
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "uneven": ("qwen3", {"vocab_size": 97, "hidden_size": 33, "intermediate_size": 45}, {}),
     "columns": ("qwen3_moe", {"num_experts": 5}, {"param_dtype": "bfloat16"}),
-    "adapters": ("qwen3", {}, {"lora": LORA}),
+    "adapters": ("qwen3", {}, {"lora": LORA, "param_dtype": "float16"}),
     "expert adapters": ("qwen3_moe", {"num_experts": 5}, {"lora": EXPERTS}),
 }
 COLUMNS = {"model.layers.1.mlp.experts.down_proj": 2}
@@ -318,7 +318,7 @@ def test_checkpoint_of_streamed_masters_is_exported_like_the_trainer(
     for number, how in enumerate(({}, {"random_init": True})):
         write = describe if how else write_model
         path = write(tmp_path / f"model{number}", family, **FAMILIES[family])
-        how = {**how, "param_dtype": "bfloat16", "optimizer_offload": True}
+        how = {**how, "param_dtype": "float16", "optimizer_offload": True}
         trainer, out = learned(make_trainer(path, **how)), tmp_path / f"{number}"
         trainer.save_checkpoint(str(out / "checkpoint"))
         trainer.save_pretrained(str(out / "here"))
@@ -426,7 +426,7 @@ def test_export_never_replaces_files_of_others(tmp_path: Path, make_trainer: Mak
 def test_exports_that_nothing_could_load_are_refused(tmp_path: Path, make_trainer: Make) -> None:
     path, out = write_model(tmp_path / "model"), str(tmp_path / "out")
     trainer = make_trainer(path)
-    with pytest.raises(ValueError, match=r"dtype='float8'\): use float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype='float8'\): use float32, bfloat16, float16"):
         trainer.save_pretrained(out, dtype="float8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="merge_adapters=True needs adapters"):
         trainer.save_pretrained(out, merge_adapters=True)

@@ -214,6 +214,18 @@ def streamed(path: str) -> list[bool]:
     return same
 
 
+def skipped(path: str) -> dict[str, Any]:
+    """Update in float16 with three batches; the second overflows in a sequence of one rank."""
+    trainer = Trainer(config(path, **CHANGES, param_dtype="float16"))
+    batch = make_batch(8)
+    bad = dataclasses.replace(batch, advantages=[1e30] + [0.0] * 7)
+    trainer.update_actor(batch)
+    before = bits(trainer)
+    metrics = [trainer.update_actor(bad)]
+    assert_same_bits(bits(trainer), before)
+    return {"metrics": [*metrics, trainer.update_actor(batch)], "learned": bits(trainer, True)}
+
+
 def drawn(path: str) -> dict[str, Any]:
     """Return this rank's shards of random weights with their boxes; one is sharded by columns."""
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
@@ -279,6 +291,7 @@ def worker(rank: int, path: str, out: str) -> None:
     result["adapted"] = adapted(trainer, path, out)
     result["streamed"] = streamed(path)
     result["losses"] = losses(path, micro_batch_size=1)
+    result["skipped"] = skipped(path)
     result["models"] = with_models(path, memsaver.MemorySaver())
     result["drawn"] = drawn(f"{out}/described")
     result["experts"] = []
@@ -471,3 +484,11 @@ def test_padded_adapters_are_on_their_own_tag(two_ranks: Ranks) -> None:
 def test_streamed_optimizer_on_two_ranks_matches_state_on_device(two_ranks: Ranks) -> None:
     _, _, ranks = two_ranks
     assert all(all(result["streamed"]) for result in ranks)
+
+
+def test_ranks_skip_an_update_that_overflows_on_one_of_them(two_ranks: Ranks) -> None:
+    first, second = (result["skipped"] for result in two_ranks[2])
+    assert first["metrics"] == second["metrics"]
+    assert [figures["skipped"] for figures in first["metrics"]] == [1, 0]
+    assert [figures["loss_scale"] for figures in first["metrics"]] == [2.0**16, 2.0**15]
+    assert_same_bits(first["learned"], second["learned"])

@@ -7,6 +7,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.training.device import Runtime
+from trainer_bridge.training.loss_scale import LossScale, check_scores
 from trainer_bridge.training.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.training.model import build_model
 from trainer_bridge.training.optimizer import LearningRate, build_optimizer, optimizer_step
@@ -28,21 +29,29 @@ class Critic:
         params = list(self.model.parameters())
         self.optimizer = build_optimizer(params, self.config, runtime, saver, CRITIC_OPTIM)
         self.step, self.rate = 0, LearningRate.of(self.config)
+        self.loss_scale = LossScale.of(self.config)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """Compute fp32 values, one per response token of each sequence."""
+        """Compute fp32 values, one per response token of each sequence.
+
+        Raises:
+            FloatingPointError: A value is not finite.
+        """
         size = self.config.micro_batch_size
-        return score_tokens(self.model, batch, self._values, size, self._runtime)
+        values = score_tokens(self.model, batch, self._values, size, self._runtime)
+        check_scores("compute_values", values, self.config)
+        return values
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
         """Run one AdamW step on the clipped squared error to `returns`.
 
         The loss is averaged over all response tokens of the batch. The result has value_loss,
-        value_clip_fraction, critic_grad_norm (before clipping) and critic_learning_rate.
+        value_clip_fraction, and the figures of `optimizer_step`, whose names begin with critic_.
 
         Raises:
             ValueError: The batch lacks `values` or `returns`.
-            FloatingPointError: A gradient is not finite. Nothing has changed.
+            FloatingPointError: A gradient is not finite, and `LossScale.accept` does not skip the
+                update. Nothing has changed.
         """
         check_learning("update_critic", batch, self.model.config, ["values", "returns"])
         self.optimizer.zero_grad(set_to_none=True)
@@ -52,10 +61,11 @@ class Critic:
         )
         loss, clipped = (total / batch.num_tokens for total in sums)
         rate = self.rate.after(self.step)
-        grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
+        scale, done = self.loss_scale, self.step
+        taken = optimizer_step(self.optimizer, self.config, scale, rate, done, loss)
         self.step += 1
         figures = {"value_loss": loss, "value_clip_fraction": clipped}
-        return figures | {"critic_grad_norm": grad_norm, "critic_learning_rate": rate}
+        return figures | {f"critic_{name}": value for name, value in taken.items()}
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return token_logits(self.model, micro).squeeze(-1).float()
@@ -65,5 +75,6 @@ class Critic:
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
         loss, clipped = value_clip(self._values(micro), old, returns, self._limit)
         # FSDP divides the gradients by the number of ranks.
-        (loss * (self._runtime.world / batch.num_tokens)).backward()
+        factor = self.loss_scale.value * self._runtime.world / batch.num_tokens
+        (loss * factor).backward()
         return [loss.detach(), clipped]

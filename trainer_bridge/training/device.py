@@ -55,9 +55,9 @@ class Runtime:
         """Materialize the buffers of a meta model; see `rebuild_buffers`."""
         rebuild_buffers(model, self.device)
 
-    def digest(self, model: nn.Module) -> str:
+    def digest(self, model: nn.Module, masters: Mapping[nn.Parameter, Tensor]) -> str:
         """Return the `weights_digest` of a model."""
-        return weights_digest(model)
+        return weights_digest(model, masters)
 
     def draw_weights(
         self, model: nn.Module, config: TrainerConfig, into: Mapping[nn.Parameter, Tensor]

@@ -116,15 +116,19 @@ def open_weights(model: nn.Module, path: str, created: Collection[str] = ()) -> 
     return files
 
 
-def weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module, masters: Mapping[nn.Parameter, Tensor]) -> str:
     """Compute a hexadecimal digest of the model's parameters, without adapters.
 
     A collective call. The digest covers the values rounded to bf16, so it does not depend on the
-    sharding or on the dtype of the shards. Each shard is read once, in place.
+    sharding, or on whether the shards are in bf16 or fp32. Each shard is read once, in place.
+    `masters` has shards on the host that are read in place of their parameters, because fp16
+    parameters would be rounded twice.
     """
     total, first = 0, 0
     for param in base_params(model).values():
-        total += _digest(local_shard(param), shard_box(param).start, param.shape, first)
+        shard = local_shard(param)
+        read, box = masters.get(param, shard), shard_box(param)
+        total += _digest(read, box.start, param.shape, first, shard.device)
         first += param.numel()
     return _digest_text(sum(all_gather_plain(total)))
 
@@ -133,14 +137,20 @@ def files_digest(model: nn.Module, files: CheckpointFiles) -> str:
     """Compute the `weights_digest` that the model would have with the weights of the files."""
     total, first = 0, 0
     for name, param in base_params(model).items():
-        whole = files.whole(name, param.shape)
-        total += _digest(whole, (0,) * param.ndim, param.shape, first)
+        whole = files.whole(name, param.shape).to(param.dtype)
+        total += _digest(whole, (0,) * param.ndim, param.shape, first, whole.device)
         first += param.numel()
     return _digest_text(total)
 
 
-def _digest(part: Tensor, start: Sequence[int], shape: Sequence[int], first: int) -> int:
-    """Digest a part of a parameter whose elements are numbered from `first` on."""
+def _digest(
+    part: Tensor,
+    start: Sequence[int],
+    shape: Sequence[int],
+    first: int,
+    device: torch.device,
+) -> int:
+    """Digest on `device` a part of a parameter whose elements are numbered from `first` on."""
     if not part.numel():
         return 0
     assert not any(start[1:-1])  # by rows, by experts or by columns
@@ -149,7 +159,7 @@ def _digest(part: Tensor, start: Sequence[int], shape: Sequence[int], first: int
     at += start[-1] if len(shape) > 1 else 0
     grid = part.flatten(0, -2) if part.ndim > 1 else part[None]
     for rows in grid.split(max(1, DIGEST_ELEMENTS // width)):
-        total += digest(rows.bfloat16(), at, index_pitch=width)
+        total += digest(rows.to(device).bfloat16(), at, index_pitch=width)
         at += len(rows) * width
     return total
 

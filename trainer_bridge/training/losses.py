@@ -106,9 +106,14 @@ def add_gradients(
 
 
 def policy_gradient(
-    model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
+    model: nn.Module,
+    config: TrainerConfig,
+    batch: SequenceBatch,
+    world: int,
+    scale: float,
+    micro: MicroBatch,
 ) -> list[Tensor]:
-    """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
+    """Add `scale` times the gradient of a micro batch of `batch`, which `world` ranks share.
 
     The loss of a token is the term of `config.loss` (`policy_terms`), plus the KL divergence from
     the reference, minus the entropy. `token_factors` adds the tokens up.
@@ -136,7 +141,7 @@ def policy_gradient(
         if balance is not None and len(logprobs):
             total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
-        (total * world).backward()
+        (total * (scale * world)).backward()
     with torch.no_grad():
         kl = (log_ratio.exp() - 1 - log_ratio).sum()
     return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.detach().sum()]

@@ -17,6 +17,7 @@ from trainer_bridge.config import Schedule, TrainerConfig
 from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
 from trainer_bridge.training.device import Runtime, side_by_side
+from trainer_bridge.training.loss_scale import LossScale
 
 CHUNK = 32 << 20  # elements; copies of this size run at the link's rate, with little overhead
 _SLOTS = 3  # chunks on the device: one arrives, one is updated, one leaves
@@ -263,32 +264,49 @@ class LearningRate:
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer, config: TrainerConfig, rate: float, done: int
-) -> float:
-    """Clip the gradients, run step `done + 1` with learning rate `rate`, and free the gradients.
+    optimizer: torch.optim.Optimizer,
+    config: TrainerConfig,
+    scale: LossScale,
+    rate: float,
+    done: int,
+    loss: float,
+) -> dict[str, float]:
+    """Run step `done + 1` with learning rate `rate`, and free the gradients.
 
-    The result is the norm of the gradients before clipping. If it is not finite, the call raises a
-    FloatingPointError, and the parameters are unchanged.
+    The gradients are divided by the scale and clipped. If they are not finite, parameters and
+    optimizer stay unchanged, and the step is skipped or raises a FloatingPointError
+    (`LossScale.accept`, which takes the step's `loss`).
+
+    Returns:
+        grad_norm (before clipping; 0 if skipped) and learning_rate. A dynamic scale adds loss_scale
+        (of this step) and skipped (0 or 1).
     """
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    used, skipped = scale.value, scale.skipped
+    scale.unscale(params)
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
     norm = torch.nn.utils.clip_grad_norm_(params, limit)
     grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    if not math.isfinite(grad_norm):
+    try:
+        if scale.accept(grad_norm, loss, done + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        else:
+            grad_norm = 0.0
+    finally:
         optimizer.zero_grad(set_to_none=True)
-        raise FloatingPointError(
-            f"the gradient's norm is {grad_norm} in step {done + 1}, parameters are unchanged; "
-            "look for NaN in the batch's float fields, or lower the learning rate"
-        )
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm
+    figures = {"grad_norm": grad_norm, "learning_rate": rate}
+    if scale.dynamic:
+        figures |= {"loss_scale": used, "skipped": float(scale.skipped - skipped)}
+    return figures
 
 
 def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Restore the step counters after a load, and round loaded masters into the parameters."""
+    """Set the counters to `done` steps after a load, and round loaded masters into the parameters.
+
+    Skipped steps do not count.
+    """
     for state in optimizer.state.values():
         state["step"].fill_(done)
     if isinstance(optimizer, StreamedAdamW):

@@ -1,0 +1,75 @@
+"""Runs in float16: their figures, exports, skipped updates, and a model that exceeds float16."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from recipes.cli import main
+from recipes.run import continue_run, start_run
+from tests.helpers.recipes.tiny_runs import SMALL, rows, same_rows
+from trainer_bridge.training import loss_scale
+
+HALF = "model.dtype=float16"
+# Enough answers that some have a reward, and so all updates have a gradient.
+GRPO = ("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "eval.every=0")
+PPO = ("ppo.prompts_per_step=32", "ppo.samples_per_prompt=8", "eval.every=0")
+PPO += ("ppo.mini_batches=2", "ppo.kl_coef=0.1")
+SHARED = ("trainer.optimizer_offload=true", "cycle.alias=always")
+# Rollout and trainer round 35 results and as many weights (unit roundoff 2**-11) of magnitude 8.
+MISMATCH = 4 * math.sqrt(2 * 70) * 2**-11 * 8
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("tiny", GRPO + SHARED), ("tiny", (*GRPO, "lora.rank=4")), ("tiny-ppo", PPO)],
+    ids=["shared", "lora", "ppo"],
+)
+def test_run_in_float16_reports_its_loss_scale_and_exports_float16(
+    recipe: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    start_run(recipe, [*words, HALF, "steps=3"], tmp_path / "run")
+    train = rows(tmp_path / "run", "train")
+    for row in train:
+        assert 0 < row["mismatch_max"] <= MISMATCH
+        assert (row["grad_norm"] > 0) == (row["skipped"] < 1)
+        assert ("critic_loss_scale" in row) == ("critic_skipped" in row) == (recipe == "tiny-ppo")
+    assert min(row["skipped"] for row in train) == 0
+    for row, following in itertools.pairwise(train):
+        if recipe == "tiny":  # the other has the means of two updates
+            halved = 2 if row["skipped"] else 1
+            assert following["loss_scale"] == row["loss_scale"] / halved <= loss_scale.FIRST
+    config = json.loads((tmp_path / "run" / "exports" / "step_3" / "config.json").read_text())
+    assert config["dtype"] == "float16"
+
+
+def test_resumed_run_continues_a_series_of_skipped_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**60)  # gradients overflow in every update
+    words = [*GRPO, HALF, "checkpoint.every=1"]
+    start_run("tiny", [*words, "steps=3"], tmp_path / "whole")
+    start_run("tiny", [*words, "steps=2"], tmp_path / "parts")
+    continue_run(tmp_path / "parts", overrides=["steps=3"])
+    assert same_rows(tmp_path / "whole", tmp_path / "parts")
+    train = rows(tmp_path / "parts", "train")
+    assert [row["loss_scale"] for row in train] == [2.0**60, 2.0**59, 2.0**58]
+    assert [row["skipped"] for row in train] == [1, 1, 1]
+    assert "| 100% of updates skipped |" in capsys.readouterr().out
+
+
+def test_model_that_exceeds_float16_ends_the_run_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rollout's first answers have NaN for log-probabilities."""
+    words = [*SMALL, HALF, "model.config.initializer_range=100.0", "steps=1"]
+    assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 1
+    message = capsys.readouterr().err.replace("\n", " ")
+    assert "evaluate failed: FloatingPointError: 16 of 16 answers have log-prob" in message
+    assert "exceeds float16's 65,504; start a new run with model.dtype=bfloat16" in message
