@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.models import MLA
@@ -232,3 +233,8 @@ def test_model_that_cannot_be_packed_scores_padded_sequences(
     with torch.no_grad():
         assert_scores(trainer.compute_log_prob(batch), reference_logprobs(reference(path), batch))
     assert trainer.update_actor(batch)["grad_norm"] > 0
+
+
+def test_fsdp_does_not_search_a_packing_in_every_layer() -> None:
+    packing = make_packing([3, 1, 2])
+    assert _apply_to_tensors(lambda _: pytest.fail("searched"), packing) is packing

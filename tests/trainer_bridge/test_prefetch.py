@@ -23,6 +23,7 @@ from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.training import model as model_module
 
 Make = Callable[..., Trainer]
 PIECE = 1 << 10
@@ -52,8 +53,9 @@ def offload_and_prefetch(trainer: Trainer, *tags: str) -> None:
 
 
 def test_unit_runs_while_later_units_are_still_reloading(
-    device: str, tmp_path: Path, make_trainer: Make
+    device: str, tmp_path: Path, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(model_module, "UNIT_BYTES", 1)  # each layer is a unit
     path = write_model(tmp_path, num_hidden_layers=3, **UNTIED)
     trainer, batch, ran = make_trainer(path, device=device), make_batch(3), list[str]()
     saver = trainer.saver

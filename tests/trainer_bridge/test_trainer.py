@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import OutOfMemory, StateError, TagError
@@ -34,6 +34,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import CriticConfig, PolicyLoss, Schedule, SequenceBatch, Trainer
+from trainer_bridge.training import model as model_module
 
 Make = Callable[..., Trainer]
 LLAMA3_ROPE = {
@@ -73,6 +74,23 @@ def test_scores_are_deterministic_for_configs_with_dropout_or_jitter(
     trainer, batch = make_trainer(str(tmp_path), random_init=True), make_batch(6)
     scored = dataclasses.replace(batch, old_logprobs=trainer.compute_log_prob(batch))
     assert trainer.update_actor(scored)["approx_kl"] == 0.0
+
+
+def test_small_layers_share_a_unit_and_units_change_no_bit(
+    tmp_path: Path, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, updates = write_model(tmp_path, num_hidden_layers=5), []
+    layer = make_trainer(path).model.model.layers[0]
+    size = sum(param.numel() * param.element_size() for param in layer.parameters())
+    for fitting, units in ((1, 5), (2, 3), (5, 1)):
+        monkeypatch.setattr(model_module, "UNIT_BYTES", fitting * size)
+        trainer, batch = make_trainer(path), make_batch(6)
+        states = {id(fully_shard.state(layer)) for layer in trainer.model.model.layers}
+        assert len(states) == units
+        updates.append((trainer.update_actor(batch), bits(trainer)))
+    for figures, learned in updates[1:]:
+        assert figures == updates[0][0]
+        assert_same_bits(learned, updates[0][1])
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)

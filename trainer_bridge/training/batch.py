@@ -142,13 +142,12 @@ class SequenceBatch:
         Returns:
             fp32 [N], on the micro batch's device.
         """
-        entries = getattr(self, name)
-        values: list[float] = []
-        for row in micro.rows:
+        entries, values = getattr(self, name), list[float]()
+        for row, count in zip(micro.rows, micro.counts, strict=True):
             if row >= 0:
-                entry, count = entries[row], len(self.response_ids[row])
+                entry = entries[row]
                 values += entry if isinstance(entry, list) else [entry] * count
-        host = torch.tensor(values, dtype=torch.float32)
+        host = torch.from_numpy(np.array(values, dtype=np.float32))
         return send_together([host], micro.input_ids.device)[0]
 
     def select(self, rows: Sequence[int]) -> Self:
@@ -242,46 +241,45 @@ def lay_out(
         unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
         if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
-    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
-    lengths = tuple(map(len, sequences))
-    row, at = list[int](), list[int]()
-    for i, end in enumerate(accumulate(lengths)):
-        count = len(responses[i])
-        last = (end if packed else lengths[i]) - 1  # the last position predicts no response token
-        row += [0 if packed else i] * count
-        at += range(last - count, last)
-    kept = sorted(set(at)) or [0]
-    column = {position: index for index, position in enumerate(kept)}
+    counts = tuple(map(len, responses))
+    lengths = tuple(map(int.__add__, map(len, prompts), counts))
+    tokens = chain.from_iterable(chain.from_iterable(zip(prompts, responses, strict=True)))
+    values = np.fromiter(tokens, np.int64, sum(lengths))
+    sizes = np.array(lengths)
+    sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
+    place = np.arange(len(values)) - (np.cumsum(sizes) - sizes)[sequence]  # in its sequence
+    shape = (1, len(values)) if packed else (len(sizes), max(lengths))
+    at = np.arange(len(values)) if packed else sequence * shape[1] + place  # in the rows
 
-    def laid(parts: Sequence[list[int]]) -> list[list[int]]:
-        if packed:
-            return [[*chain.from_iterable(parts)]]
-        return [part + [0] * (max(lengths) - len(part)) for part in parts]
+    def laid(of_tokens: NDArray[Any]) -> NDArray[Any]:
+        rows = np.zeros(shape, of_tokens.dtype)
+        rows.ravel()[at] = of_tokens
+        return rows
 
-    integers = {
-        "input_ids": laid(sequences),
-        "kept": kept,
+    answered = place >= (sizes - counts)[sequence]
+    row, position = np.divmod(at[answered] - 1, shape[1])  # the token before predicts
+    kept, column = np.unique(position, return_inverse=True)
+    arrays = {
+        "input_ids": laid(values),
+        "kept": kept if len(kept) else np.zeros(1, np.int64),
         "row": row,
-        "column": [column[position] for position in at],
-        "target": [*chain.from_iterable(responses)],
+        "column": column,
+        "target": values[answered],
+        "real": laid(np.array(rows)[sequence] >= 0),
     }
-    host = {name: torch.tensor(values, dtype=torch.int64) for name, values in integers.items()}
-    real = [[int(number >= 0)] * length for number, length in zip(rows, lengths, strict=True)]
-    host["real"] = torch.tensor(laid(real), dtype=torch.bool)
     if packed:
-        host["bounds"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        host["position_ids"] = torch.tensor([[*chain.from_iterable(map(range, lengths))]])
+        arrays["bounds"] = np.array([0, *accumulate(lengths)], np.int32)
+        arrays["position_ids"] = place[None]
     places = lengths if packed else (max(lengths),) * len(lengths)
     if (routed := _routed(batch, rows, lengths, places)) is not None:
-        host["routed"] = torch.from_numpy(routed)
+        arrays["routed"] = routed
     # One transfer without a wait: parameters may be reloading over the same link.
-    sent = dict(zip(host, send_together([*host.values()], device), strict=True))
+    sent = send_together([*map(torch.from_numpy, arrays.values())], device)
+    tensors = dict(zip(arrays, sent, strict=True))
     packing = None
     if packed:
-        bounds, position_ids = sent.pop("bounds"), sent.pop("position_ids")
-        packing = Packing(lengths=lengths, bounds=bounds, position_ids=position_ids)
-    counts = tuple(map(len, responses))
-    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, **sent)
+        packing = Packing(lengths, tensors.pop("bounds"), tensors.pop("position_ids"))
+    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, **tensors)
 
 
 def _routed(
@@ -313,11 +311,10 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
     if batch.max_length > limit:
         text = f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions"
         raise ValueError(f"{text}; shorten it")
+    words = model.vocab_size
     for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
-        if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
-            raise ValueError(
-                f"sequence {i % len(batch)} has token ids outside 0..{model.vocab_size - 1}"
-            )
+        if ids and not 0 <= min(ids) <= max(ids) < words:
+            raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{words - 1}")
 
 
 def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequence[str]) -> None:

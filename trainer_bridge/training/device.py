@@ -80,7 +80,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def numbers(self, tensor: Tensor) -> list[float]:
-        """Read an fp32 tensor [N] from the device."""
+        """Read a tensor [N] from the device."""
         return tensor.tolist()
 
     def sum_ranks(self, values: list[float]) -> list[float]:

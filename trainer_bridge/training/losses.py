@@ -74,10 +74,15 @@ def score_tokens(
     """
     check_tokens(batch, model.config)
     model.eval()
-    scored: dict[int, list[float]] = {}
+    micros, values = list[MicroBatch](), list[Tensor]()
     with torch.no_grad():
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
-            scored |= micro.split(runtime.numbers(score(micro)))
+            micros.append(micro)
+            values.append(score(micro))
+    # Read last, so that the host prepares a micro batch while the device scores the one before.
+    scored: dict[int, list[float]] = {}
+    for micro, numbers in zip(micros, values, strict=True):
+        scored |= micro.split(runtime.numbers(numbers))
     reshard(model)
     together = dict[int, list[float]]()
     for share in all_gather_plain(scored) if runtime.world > 1 else [scored]:
@@ -100,9 +105,10 @@ def add_gradients(
     """
     model.train()
     micros = _micro_batches(model, batch, micro_batch_size, runtime)
-    # One transfer and one wait for all sums of a micro batch.
-    parts = [runtime.numbers(torch.stack(backward(micro))) for micro in micros]
-    return runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
+    parts = [torch.stack(backward(micro)) for micro in micros]
+    # One transfer and one wait for the sums of all micro batches.
+    sums = torch.stack(parts).double().sum(0)
+    return runtime.sum_ranks(runtime.numbers(sums))
 
 
 def policy_gradient(

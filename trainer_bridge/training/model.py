@@ -49,6 +49,7 @@ from trainer_bridge.training.moe import NAME as EXPERTS
 from trainer_bridge.training.moe import check_widths, register_experts, route_in_fp32
 from trainer_bridge.training.packing import pack_if_possible
 
+UNIT_BYTES = 128 << 20  # of unsharded parameters; small against the activations of a micro batch
 _NOISES = ("drop", "jitter")
 AwaitContent = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
@@ -246,9 +247,27 @@ def _shard(
             param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32
         )
     layers = set(getattr(model, "_no_split_modules", None) or ())
-    units = [module for module in model.modules() if type(module).__name__ in layers]
-    for module in (*units, *_vocabulary(model), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+    found = [module for module in model.modules() if type(module).__name__ in layers]
+    for unit in (*_units(found, config.torch_param_dtype), *_vocabulary(model), model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
+
+
+def _units(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
+    """Divide layers into units, of neighbors that have at most `UNIT_BYTES` in `dtype` together.
+
+    A unit is gathered and reduced together, which takes the host more time than a small layer takes
+    the device.
+    """
+    units = list[list[nn.Module]]()
+    room = 0
+    for layer in layers:
+        size = sum(param.numel() for param in layer.parameters()) * dtype.itemsize
+        if size > room:
+            units.append([])
+            room = UNIT_BYTES
+        units[-1].append(layer)
+        room -= size
+    return units
 
 
 def _vocabulary(model: Any) -> list[nn.Module]:
@@ -331,9 +350,9 @@ def shards_in_order(model: nn.Module) -> list[Tensor]:
 def await_shards(model: nn.Module, await_content: AwaitContent) -> None:
     """Call `await_content` before each unit's forward, with its shards and the reading streams."""
     for group in _groups(model):
-        for module in group.modules:
-            hook = partial(_await, group, await_content)
-            module.register_forward_pre_hook(hook, prepend=True)  # before FSDP's
+        hook = partial(_await, group, await_content)
+        # The first module's forward gathers the unit; the hook comes before FSDP's.
+        group.modules[0].register_forward_pre_hook(hook, prepend=True)
 
 
 def _await(group: Any, await_content: AwaitContent, module: nn.Module, args: object) -> None:
@@ -360,7 +379,7 @@ def _groups(model: nn.Module) -> list[Any]:
     """Return FSDP's groups of parameters; a group is gathered and reduced together."""
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
     groups = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
-    return [group for group in groups if group is not None]
+    return [*dict.fromkeys(group for group in groups if group is not None)]
 
 
 def _load_weights(

@@ -1,6 +1,5 @@
 """Attention over sequences that are packed end to end, and the models that support it."""
 
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -17,13 +16,19 @@ _PLAIN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The bounds of S sequences in a row of T tokens."""
+    """The bounds of S sequences in a row of T tokens.
 
-    lengths: tuple[int, ...]  # tokens of each sequence
-    bounds: Tensor  # int32 [S + 1], 0 followed by the end of each sequence
-    position_ids: Tensor  # int64 [1, T], counted from 0 in each sequence
+    Not a dataclass: FSDP would search it for tensors, length by length, in each layer.
+
+    Attributes:
+        lengths: Tokens of each sequence.
+        bounds: int32 [S + 1], 0 followed by the end of each sequence.
+        position_ids: int64 [1, T], counted from 0 in each sequence.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], bounds: Tensor, position_ids: Tensor) -> None:
+        self.lengths, self.bounds, self.position_ids = lengths, bounds, position_ids
 
 
 def packed_attention(
