@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.case_selection import some
+from tests.helpers.rollout.package_names import Wheel
 from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
 from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.rival_losses import TRL, VERL, trl_loss, verl_loss
@@ -205,9 +206,9 @@ def limits(loss: PolicyLoss, a: Arrays) -> tuple[Tensor, Tensor]:
     likely, (before, token) = a.every.exp(), a.ids
     apart = (a.every + a.entropy[:, :, None]).abs()
     hit = nn.functional.one_hot(token, WORDS)
-    each = slope[:, :, None] * (hit + likely) + loss.entropy_coef * likely * (1 + apart)
-    each = (factors[:, :, None] * each / 0.7).flatten(0, 1)
-    rows = torch.zeros(WORDS, WORDS, dtype=torch.float64).index_add(0, before.flatten(), each)
+    parts = slope[:, :, None] * (hit + likely) + loss.entropy_coef * likely * (1 + apart)
+    parts = (factors[:, :, None] * parts / 0.7).flatten(0, 1)
+    rows = torch.zeros(WORDS, WORDS, dtype=torch.float64).index_add(0, before.flatten(), parts)
     return unit_of(a) * (factors * value).sum(), unit_of(a) * rows
 
 
@@ -333,33 +334,33 @@ def test_gspo_has_the_gradient_of_clipped_sequence_ratios() -> None:
     assert_matches_definition(loss, batch, table, (2, True, 1))
 
 
-def of_rivals(name: str) -> list[tuple[str, PolicyLoss]]:
-    """Return losses that the package computes by the same definition."""
-    common: dict[str, Any] = {"max_tokens": 9, "clip_high": 0.3}
-    cases = []
-    for kind, aggregation in product(KINDS, AGGREGATIONS):
-        trl_cispo = name == "trl" and kind["kind"] == "cispo"
-        if (trl_cispo and aggregation != "token") or (
-            name == "verl" and kind == {"kind": "gspo", "dual_clip": 1.4}
-        ):
-            continue
-        kls = KLS if name == "verl" else [KLS[0], KLS[2]]
-        # TRL averages entropies over tokens with every aggregation.
-        entropy = 0.2 if name == "verl" or aggregation == "token" else 0.0
-        low = 1.0 if trl_cispo else 0.1
-        fields = {**common, **kind, "aggregation": aggregation, "clip_low": low}
-        cases += [PolicyLoss(**fields, **kl, entropy_coef=entropy) for kl in kls]
-    return [(name, case) for case in cases]
+def shared_losses(name: str) -> list[PolicyLoss]:
+    """Return losses that verl or TRL computes by the same definition."""
+    losses = []
+    for kind, aggregation, kl in product(KINDS, AGGREGATIONS, KLS):
+        loss = PolicyLoss(
+            **kind, **kl, aggregation=aggregation, max_tokens=9, clip_low=0.1, clip_high=0.3
+        )
+        if name == "verl" and (loss.kind != "gspo" or loss.dual_clip is None):
+            losses.append(dataclasses.replace(loss, entropy_coef=0.2))
+        elif name == "trl" and loss.kl_estimator == "k3":
+            token = loss.aggregation == "token"
+            loss = dataclasses.replace(loss, entropy_coef=0.2 * token)
+            if loss.kind != "cispo":
+                losses.append(loss)
+            elif token:
+                losses.append(dataclasses.replace(loss, clip_low=1.0))
+    return losses
 
 
-@pytest.mark.parametrize("name", ["verl", "trl"])
-def test_definition_is_that_of_verl_and_trl(name: str) -> None:
-    """Compare the values and gradients of the references of these tests, in fp64."""
-    if {"verl": VERL, "trl": TRL}[name].may_skip:
+@pytest.mark.parametrize(("name", "wheel"), [("verl", VERL), ("trl", TRL)])
+def test_definition_is_that_of_verl_and_trl(name: str, wheel: Wheel) -> None:
+    """Compare values and gradients of `by_definition` with those of the packages, in fp64."""
+    if wheel.may_skip:
         pytest.skip(f"needs the sources of {name}")
     theirs = {"verl": verl_loss, "trl": trl_loss}[name]
     table, batch = draw(0, per_token=name == "verl")
-    for _, loss in of_rivals(name):
+    for loss in shared_losses(name):
         wide = table.double().requires_grad_()
         a = arrays(batch, wide)
         losses = by_definition(loss, a), theirs(loss, *a[:6])
