@@ -1,10 +1,11 @@
 """Configuration of a trainer: frozen plain data, checked on construction."""
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -13,10 +14,12 @@ from trainer_bridge.tags import TRAINER_TAGS
 
 Dtype = Literal["float32", "bfloat16"]
 Checkpointing = Literal["layers", "mlp", "none"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 DTYPES = ("float32", "bfloat16")
 _CHECKPOINTING = ("layers", "mlp", "none")
 Rule = tuple[Callable[[Any], object] | bool, str]
 """A check of a field's value, or its result, and the text of the error."""
+INSTALL_OPTIM = "pip install 'memsaver[optim]'"
 _FINITE: Rule = (lambda value: 0 <= value < math.inf, "must be finite, not negative")
 _POSITIVE: Rule = (lambda value: 0 < value < math.inf, "must be positive and finite")
 _COUNT: Rule = (lambda value: value >= 1, "must be at least 1")
@@ -129,6 +132,8 @@ class TrainerConfig:
         seed: Seed of torch's generator, set once when the trainer is built, and of random weights.
         lora: Train adapters, in `dtype`. All other parameters are frozen and stored in
             `param_dtype`.
+        optimizer: Either adamw, or adamw_8bit, which stores moments in 8 bits (`AdamW8bit`) and
+            needs the package bitsandbytes.
         optimizer_offload: Keep masters and moments in host memory, in fp32, and stream them through
             the device in every update (`StreamedAdamW`). The shards are stored in `param_dtype`.
             The critic's optimizer stays on the device.
@@ -159,6 +164,7 @@ class TrainerConfig:
     device: str = "cpu"
     seed: int = 0
     lora: LoraConfig | None = None
+    optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
     leaving: tuple[str, ...] = ()
 
@@ -167,6 +173,9 @@ class TrainerConfig:
         object.__setattr__(self, "leaving", tuple(self.leaving))
         betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         offloads = not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
+        in_8_bits = self.optimizer == "adamw_8bit"
+        installed = not in_8_bits or importlib.util.find_spec("bitsandbytes") is not None
+        excludes = not (self.optimizer_offload and in_8_bits)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         dtypes, modes = " or ".join(DTYPES), ", ".join(_CHECKPOINTING)
@@ -185,6 +194,14 @@ class TrainerConfig:
             ("clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]"),
             ("kl_loss_coef", self.reference or not self.kl_loss_coef, "needs reference=True"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
+            ("optimizer", get_args(Optimizer).__contains__, "use adamw or adamw_8bit"),
+            ("optimizer", installed, f"needs bitsandbytes; run: {INSTALL_OPTIM}"),
+            (
+                "optimizer_offload",
+                not (self.optimizer_offload and in_8_bits),
+                "needs optimizer='adamw'",
+            ),
+            ("optimizer_offload", excludes, "needs optimizer='adamw'"),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )

@@ -448,6 +448,7 @@ class Trainer(SaverSide):
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Restore the state of `save_checkpoint` in place, bit-identical.
 
+        With another number of ranks, moments in 8 bits may be rounded once more (`requantize`).
         If `decay_steps` differs from the saved one, the learning rate falls linearly from that of
         the last update to 0 at the new `decay_steps`.
 
@@ -460,7 +461,7 @@ class Trainer(SaverSide):
         Raises:
             StateError: A trained tag is offloaded, or an engine serves the parameters as aliased
                 pages.
-            ValueError: The checkpoint belongs to another model. Nothing has changed.
+            ValueError: The checkpoint belongs to another model or optimizer. Nothing has changed.
             OtherWeights: The saved run started from other weights than this trainer; reference and
                 adapters depend on them. Nothing has changed.
             OtherRankFailed: Another rank failed to read its part; other parts may have been loaded.
@@ -590,7 +591,8 @@ class Trainer(SaverSide):
     def _require(self, method: str, *tags: str, prefetching: bool = False) -> None:
         """Require reloaded tags and a complete update; see `Offloader.require`."""
         self._offloader.require(method, *tags, prefetching=prefetching)
-        if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
+        critic = [] if self.critic is None else [self.critic.optimizer]
+        if not all(getattr(optimizer, "whole", True) for optimizer in (self.optimizer, *critic)):
             text = "an update was interrupted; parameters, masters and moments belong to two steps"
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or restart")
 

@@ -233,6 +233,8 @@ class Recipe:
         layers = self.lora.target_modules
         if offload and self.trainer.dtype != "float32":
             yield "trainer.dtype", "trainer.optimizer_offload=true keeps float32 masters"
+        if offload and self.trainer.optimizer != "adamw":
+            yield "trainer.optimizer", "excludes trainer.optimizer_offload=true"
         if offload and rank:
             rule = f"is not needed for adapters, which are small (lora.rank={rank})"
             yield "trainer.optimizer_offload", rule

@@ -16,6 +16,7 @@ from memsaver.ops.layout import round_up
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
+from trainer_bridge.training.adamw_8bit import AdamW8bit
 from trainer_bridge.training.device import Runtime, side_by_side
 
 CHUNK = 32 << 20  # elements; copies of this size run at the link's rate, with little overhead
@@ -264,6 +265,8 @@ def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
         state["step"].fill_(done)
     if isinstance(optimizer, StreamedAdamW):
         optimizer.publish()
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.whole = True
 
 
 def build_optimizer(
@@ -273,13 +276,15 @@ def build_optimizer(
     saver: MemorySaver,
     tag: str = OPTIM,
 ) -> torch.optim.Optimizer:
-    """Build AdamW with zero moments on a tag, or a `StreamedAdamW` with `config.optimizer_offload`.
+    """Build AdamW with zero moments on a tag, as `config.optimizer` and `optimizer_offload` say.
 
     Step counters (4 bytes per parameter tensor) stay in torch's own memory. The step is fused,
     because the unfused step on a GPU needs temporaries as large as the parameters.
     """
     if config.optimizer_offload:
         return StreamedAdamW(params, config, runtime)
+    if config.optimizer == "adamw_8bit":
+        return AdamW8bit(params, config, runtime, saver, tag)
     device = runtime.device
     optimizer = torch.optim.AdamW(
         params,
