@@ -59,9 +59,9 @@ def draws(trainer: Trainer, steps: int) -> Iterator[dict[str, Tensor]]:
             noise = torch.rand(local_shard(param).shape, generator=draw, dtype=torch.float64)
             sign = torch.randint(0, 2, noise.shape, generator=draw) * 2 - 1
             grads[name] = ((noise + 0.5) * sign).to(param.dtype)
-            param.grad = DTensor.from_local(
-                grads[name], param.device_mesh, param.placements, run_check=False
-            )
+            given = grads[name].to(trainer.device)
+            places = param.device_mesh, param.placements
+            param.grad = DTensor.from_local(given, *places, run_check=False)
         yield grads
         trainer.optimizer.step()
 
@@ -69,11 +69,16 @@ def draws(trainer: Trainer, steps: int) -> Iterator[dict[str, Tensor]]:
 @pytest.mark.parametrize("chunk", [1024, adamw_8bit.CHUNK])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_equal_those_of_bitsandbytes_own_optimizer(
-    chunk: int, dtype: str, path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+    chunk: int,
+    dtype: str,
+    device: str,
+    path: str,
+    make_trainer: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adamw_8bit, "CHUNK", chunk)
     options = {"betas": (0.8, 0.9), "weight_decay": 0.1}
-    trainer = make_trainer(path, dtype=dtype, **EIGHT, **options)
+    trainer = make_trainer(path, dtype=dtype, device=device, **EIGHT, **options)
     params = {
         name: torch.nn.Parameter(local_shard(param).clone())
         for name, param in trainer.model.named_parameters()
@@ -81,16 +86,19 @@ def test_updates_equal_those_of_bitsandbytes_own_optimizer(
     library = bitsandbytes.optim.AdamW8bit(params.values(), lr=1e-2, eps=1e-8, **options)
     for number, grads in enumerate(draws(trainer, 4)):
         for name, param in params.items():
-            param.grad = grads[name].clone()
+            param.grad = grads[name].to(device, copy=True)
         for optimizer in (trainer.optimizer, library):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
         library.step()
     held = state(trainer)
     assert {True, False} == set(quantized(trainer).values())
     for name, in_8_bits in quantized(trainer).items():
-        assert torch.equal(held[name], params[name]), name
+        assert torch.equal(held[name], params[name].cpu()), name
         for number, moment in enumerate(("exp_avg", "exp_avg_sq"), 1):
-            own = library.state[params[name]]
+            own = {
+                key: torch.as_tensor(value).cpu()
+                for key, value in library.state[params[name]].items()
+            }
             codes = held[f"{name}.{moment}{'_codes' if in_8_bits else ''}"]
             assert torch.equal(codes, own[f"state{number}"])
             if in_8_bits:
@@ -98,7 +106,9 @@ def test_updates_equal_those_of_bitsandbytes_own_optimizer(
                 assert torch.equal(scales, own[f"absmax{number}"])
 
 
-def test_updates_stay_within_the_error_of_the_quantization(path: str, make_trainer: Make) -> None:
+def test_updates_stay_within_the_error_of_the_quantization(
+    device: str, path: str, make_trainer: Make
+) -> None:
     """Compare with AdamW in fp64, by interval arithmetic.
 
     A step uses the new moments before they are quantized. Of its moments m and v, the old parts b m
@@ -108,8 +118,8 @@ def test_updates_stay_within_the_error_of_the_quantization(path: str, make_train
     at most M / sqrt(v - V) + |m| (1 / sqrt(v - V) - 1 / sqrt(v)). fp32 adds 30 roundings a step.
     """
     beta1, beta2, rate, steps = 0.9, 0.99, 1e-2, 4
-    trainer = make_trainer(path, **EIGHT, betas=(beta1, beta2))
-    weights = {name: value.double() for name, value in trainer.shards().items()}
+    trainer = make_trainer(path, device=device, **EIGHT, betas=(beta1, beta2))
+    weights = {name: value.cpu().double() for name, value in trainer.shards().items()}
     zeros = {name: torch.zeros_like(value) for name, value in weights.items()}
     first, second = dict(zeros), dict(zeros)
     allowed = {name: torch.full_like(value, 0.0) for name, value in weights.items()}
@@ -129,10 +139,34 @@ def test_updates_stay_within_the_error_of_the_quantization(path: str, make_train
         off1 += half_gap("exp_avg") * (1.5 * bias1 + off1)
         off2 += half_gap("exp_avg_sq") * (2.25 * bias2 + off2)
     for name, in_8_bits in quantized(trainer).items():
-        apart = (trainer.shards()[name].double() - weights[name]).abs()
+        apart = (trainer.shards()[name].cpu().double() - weights[name]).abs()
         assert (apart <= allowed[name]).all(), name
         assert float(allowed[name].max()) < 0.15 * rate * steps
         assert (float(apart.max()) > 1e-3 * rate) == in_8_bits, name
+
+
+@pytest.mark.gpu
+def test_update_on_a_gpu_takes_no_memory_and_follows_the_current_stream(
+    path: str, make_trainer: Make
+) -> None:
+    """Set gradients on another stream, after a pause, and read the result there."""
+    plain, aside = (make_trainer(path, device="cuda:0", **EIGHT) for _ in range(2))
+    for _ in draws(plain, 2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_allocated() == held
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for grads in draws(aside, 2):
+            for param in aside.model.parameters():
+                local_shard(param.grad).zero_()
+            torch.cuda._sleep(1 << 27)
+            for name, param in aside.model.named_parameters():
+                local_shard(param.grad).copy_(grads[name])
+        found = state(aside)
+    assert_same_bits(found, state(plain))
 
 
 def moment_bytes(params: Any) -> int:
@@ -147,8 +181,10 @@ def moment_bytes(params: Any) -> int:
     return total
 
 
-def test_moments_are_offloaded_and_reloaded_with_their_tags(path: str, make_trainer: Make) -> None:
-    trainer = make_trainer(path, critic=CriticConfig(learning_rate=1e-2), **EIGHT)
+def test_moments_are_offloaded_and_reloaded_with_their_tags(
+    device: str, path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(path, device=device, critic=CriticConfig(learning_rate=1e-2), **EIGHT)
     trainer.update_actor(make_batch(4))
     trainer.update_critic(value_batch(4))
     before, tags = all_states(trainer), trainer.saver.report().tags
@@ -243,13 +279,13 @@ def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
 def in_blocks(values: Tensor, moment: str) -> tuple[Tensor, Tensor]:
     """Quantize the moments of a shard as an update does."""
     table = torch.tensor(code_tables()[moment])
-    codes, found = kernels.quantize_blockwise(values.contiguous(), code=table, blocksize=256)
-    return codes, found.absmax
+    codes, quantized = kernels.quantize_blockwise(values.contiguous(), code=table, blocksize=256)
+    return codes, quantized.absmax
 
 
 @contextlib.contextmanager
 def mesh_of(ranks: int, rank: int) -> Iterator[DeviceMesh]:
-    """Pretend that this process is one of `ranks` ranks, whose collectives move nothing."""
+    """Build a mesh of `ranks` ranks of which only this one exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield init_device_mesh("cpu", (ranks,))
@@ -277,7 +313,7 @@ def test_moments_of_other_shards_keep_their_bits_or_are_rounded_once(
         parts[dim if shape[dim] % ranks == 0 else 0] = ranks
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(old))
     whole = whole if moment == "exp_avg" else whole.square()
-    codes, values, each = torch.empty(shape, dtype=torch.uint8), whole.clone(), whole.clone()
+    codes, values, old_scales = torch.empty(shape, dtype=torch.uint8), whole.clone(), whole.clone()
     scales = moment_specs(shape, shape, tuple(olds))[f"{moment}_scales"][0]
     stored = torch.zeros(*olds, scales[-1])
     for rank in range(old):
@@ -286,9 +322,9 @@ def test_moments_of_other_shards_keep_their_bits_or_are_rounded_once(
         if rank < len(part) and part[rank].numel():
             at = sum(piece.shape[dim] for piece in part[:rank])
             box = (slice(None),) * dim + (slice(at, at + part[rank].shape[dim]),)
-            codes[box], found = in_blocks(part[rank], moment)
-            stored.view(old, -1)[rank, : len(found)] = found
-            values[box], each[box] = dequantized(codes[box], found, moment)
+            codes[box], maxima = in_blocks(part[rank], moment)
+            stored.view(old, -1)[rank, : len(maxima)] = maxima
+            values[box], old_scales[box] = dequantized(codes[box], maxima, moment)
     dim = news.index(new)
     for rank, expected in enumerate(values.chunk(new, dim)):
         name = f"optim.{moment}_scales.x"
@@ -306,7 +342,7 @@ def test_moments_of_other_shards_keep_their_bits_or_are_rounded_once(
             }
             requantize(tensors, name, stored)
             got, scale = dequantized(local, tensors[name].to_local(), moment)
-        before = each.chunk(new, dim)[rank]
+        before = old_scales.chunk(new, dim)[rank]
         blocks_of = [part.flatten().split(256) for part in (got, expected, scale, before)]
         for ours, theirs, now, then in zip(*blocks_of, strict=True):
             if len(then.unique()) == 1:

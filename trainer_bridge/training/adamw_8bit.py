@@ -179,18 +179,18 @@ def requantize(tensors: Mapping[str, Tensor], name: str, stored: Tensor) -> None
     table = torch.tensor(code_tables()[moment], dtype=torch.float32)
     codes = tensors[name.replace(f".{moment}{_SCALES}.", f".{moment}{_CODES}.", 1)]
     own, scales = local_shard(codes).view(-1), local_shard(tensors[name]).view(-1)
-    each = _scale_of_each(stored, tuple(codes.shape), shard_box(codes))
+    old_scales = _scale_of_each(stored, tuple(codes.shape), shard_box(codes))
     for start in range(0, own.numel(), CHUNK):
-        scale = each[start : start + CHUNK]
+        scale = old_scales[start : start + CHUNK]
         before = own[start : start + CHUNK].cpu()
         values = table[before.int()] * scale
-        after, found = kernels.quantize_blockwise(values, code=table, blocksize=BLOCK)
+        after, quantized = kernels.quantize_blockwise(values, code=table, blocksize=BLOCK)
         high, low = _maxima(scale), -_maxima(-scale)
         keep = high == low
         kept = keep.repeat_interleave(BLOCK)[: len(before)]
         own[start : start + CHUNK] = torch.where(kept, before, after).to(own.device)
         first = start // BLOCK
-        scales[first : first + len(keep)] = torch.where(keep, high, found.absmax).to(own.device)
+        scales[first : first + len(keep)] = torch.where(keep, high, quantized.absmax).to(own.device)
 
 
 def _scale_of_each(stored: Tensor, shape: Ints, mine: Box) -> Tensor:
@@ -201,8 +201,8 @@ def _scale_of_each(stored: Tensor, shape: Ints, mine: Box) -> Tensor:
         sides = [chunk(*side) for side in zip(shape, parts, place, strict=True)]
         box = Box(tuple(first for first, _ in sides), tuple(size for _, size in sides))
         if both := box.intersect(mine):
-            each = stored[place].repeat_interleave(BLOCK)[: box.volume].view(box.shape)
-            out[both.within(mine)] = each[both.within(box)]
+            spread = stored[place].repeat_interleave(BLOCK)[: box.volume].view(box.shape)
+            out[both.within(mine)] = spread[both.within(box)]
     return out.view(-1)
 
 

@@ -18,20 +18,20 @@ SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 101, "num_hi
 
 
 def state(side: Any) -> dict[str, Tensor]:
-    """Copy this rank's shards of trained parameters and moments of a trainer or critic."""
+    """Copy to the CPU this rank's shards of what a trainer or critic trains, and of the moments."""
     held = {}
     for name, param in side.model.named_parameters():
         if param.requires_grad:
             moments = side.optimizer.state[param].items()
             held |= {f"{name}.{key}": tensor for key, tensor in moments if key != "step"}
             held[name] = param
-    return {name: local_shard(tensor).clone() for name, tensor in held.items()}
+    return {name: local_shard(tensor).cpu().clone() for name, tensor in held.items()}
 
 
 def dequantized(codes: Tensor, scales: Tensor, moment: str) -> tuple[Tensor, Tensor]:
     """Return the values of a shard's codes, and the scale of each."""
-    each = scales.flatten().repeat_interleave(256)[: codes.numel()].view(codes.shape)
-    return torch.tensor(code_tables()[moment])[codes.int()] * each, each
+    of_elements = scales.flatten().repeat_interleave(256)[: codes.numel()].view(codes.shape)
+    return torch.tensor(code_tables()[moment])[codes.int()] * of_elements, of_elements
 
 
 def moments(trainer: Trainer) -> dict[str, tuple[Tensor, Tensor]]:
