@@ -103,7 +103,7 @@ class TrainerConfig:
             on the Hub, which is downloaded.
         random_init: Initialize random weights on the device instead of reading safetensors. The
             same seed gives the same weights on any number of ranks.
-        dtype: Dtype of the parameter shards, their gradients and the optimizer state.
+        dtype: Dtype of the parameter shards, their gradients and adamw's moments.
         param_dtype: Dtype of the unsharded parameters in forward and backward (mixed precision);
             None is `dtype`.
         learning_rate: Learning rate of the first update; finite, not negative.
@@ -175,7 +175,7 @@ class TrainerConfig:
         offloads = not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
         in_8_bits = self.optimizer == "adamw_8bit"
         installed = not in_8_bits or importlib.util.find_spec("bitsandbytes") is not None
-        excludes = not (self.optimizer_offload and in_8_bits)
+        plain = not (self.optimizer_offload and in_8_bits)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         dtypes, modes = " or ".join(DTYPES), ", ".join(_CHECKPOINTING)
@@ -196,12 +196,7 @@ class TrainerConfig:
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
             ("optimizer", get_args(Optimizer).__contains__, "use adamw or adamw_8bit"),
             ("optimizer", installed, f"needs bitsandbytes; run: {INSTALL_OPTIM}"),
-            (
-                "optimizer_offload",
-                not (self.optimizer_offload and in_8_bits),
-                "needs optimizer='adamw'",
-            ),
-            ("optimizer_offload", excludes, "needs optimizer='adamw'"),
+            ("optimizer_offload", plain, "needs optimizer='adamw'"),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )

@@ -126,8 +126,7 @@ def load(
     one, must equal `began_with` (`weights_digest`).
 
     Raises:
-        ValueError: The checkpoint is incomplete, or belongs to another model, optimizer or other
-            adapters.
+        ValueError: The checkpoint is incomplete, or of another model, optimizer or adapters.
             Nothing was loaded.
         OtherWeights: The run started from other weights. Nothing was loaded.
     """
