@@ -13,7 +13,7 @@ BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/pip install -q --no-compile
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-EVERYTHING := -e '.[cuda,ray,models,data,rewards,trackers,split,plots,dev]'
+EVERYTHING := -e '.[cuda,ray,models,data,rewards,optim,trackers,split,plots,dev]'
 OTHERS = --no-deps --upgrade --target $(@D)/others trl verl torchtitan
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/native/*.[ch])
 
@@ -30,7 +30,7 @@ setup: $(READY)
 
 # And what tests take.
 $(READY): .venv/.run
-	@echo "set-up: ray, pytest, hypothesis, ruff, mypy (about 100 MB, once)"
+	@echo "set-up: ray, bitsandbytes, pytest, hypothesis, ruff, mypy (about 150 MB, once)"
 	$(PIP) -c constraints.txt $(EVERYTHING)
 	@echo "set-up: sources of other trainers, whose contracts are checked (4 MB)"
 	$(PIP) -c constraints.txt $(OTHERS)

@@ -1,6 +1,7 @@
 """Configuration of a trainer: frozen plain data, checked on construction."""
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 Checkpointing = Literal["layers", "mlp", "none"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 DTYPES = get_args(Dtype)
 _CHECKPOINTING = ("layers", "mlp", "none")
 _SCHEDULES = ("constant", "linear", "cosine")
 Rule = tuple[Callable[[Any], object] | bool, str]
 """A check of a field's value, or its result, and the text of the error."""
+INSTALL_OPTIM = "pip install 'memsaver[optim]'"
 _FINITE: Rule = (lambda value: 0 <= value < math.inf, "must be finite, not negative")
 _POSITIVE: Rule = (lambda value: 0 < value < math.inf, "must be positive and finite")
 _COUNT: Rule = (lambda value: value >= 1, "must be at least 1")
@@ -195,8 +198,8 @@ class TrainerConfig:
             on the Hub, which is downloaded.
         random_init: Initialize random weights on the device instead of reading safetensors. The
             same seed gives the same weights on any number of ranks.
-        dtype: Dtype of the parameter shards, their gradients and the optimizer state; not float16,
-            in which small updates vanish.
+        dtype: Dtype of the parameter shards, their gradients and adamw's moments; not float16, in
+            which small updates vanish.
         param_dtype: Dtype of the unsharded parameters in forward and backward (mixed precision);
             None is `dtype`. float16 needs `dtype="float32"`, and updates have a dynamic loss scale
             (`LossScale`).
@@ -224,6 +227,8 @@ class TrainerConfig:
         seed: Seed of torch's generator, set once when the trainer is built, and of random weights.
         lora: Train adapters, in `dtype`. All other parameters are frozen and stored in
             `param_dtype`.
+        optimizer: Either adamw, or adamw_8bit, which stores moments in 8 bits (`AdamW8bit`) and
+            needs the package bitsandbytes.
         optimizer_offload: Keep masters and moments in host memory, in fp32, and stream them through
             the device in every update (`StreamedAdamW`). The shards are stored in `param_dtype`.
             The critic's optimizer stays on the device.
@@ -252,6 +257,7 @@ class TrainerConfig:
     device: str = "cpu"
     seed: int = 0
     lora: LoraConfig | None = None
+    optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
     leaving: tuple[str, ...] = ()
 
@@ -260,6 +266,9 @@ class TrainerConfig:
         object.__setattr__(self, "leaving", tuple(self.leaving))
         betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         offloads = not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
+        in_8_bits = self.optimizer == "adamw_8bit"
+        installed = not in_8_bits or importlib.util.find_spec("bitsandbytes") is not None
+        plain = not (self.optimizer_offload and in_8_bits)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         half = self.param_dtype != "float16" or self.dtype == "float32"
@@ -280,6 +289,9 @@ class TrainerConfig:
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
             ("loss", self.reference or not self.loss.kl_coef, "kl_coef needs reference=True"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
+            ("optimizer", get_args(Optimizer).__contains__, "use adamw or adamw_8bit"),
+            ("optimizer", installed, f"needs bitsandbytes; run: {INSTALL_OPTIM}"),
+            ("optimizer_offload", plain, "needs optimizer='adamw'"),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )

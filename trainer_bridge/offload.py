@@ -1,6 +1,7 @@
 """Offload and reload of a trainer's tags, and the host memory that offloaded tags take."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -20,6 +21,7 @@ from memsaver.system.interrupts import deliver, held
 from rollout.engine_base import PeerSaver, handing_over
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
+from trainer_bridge.training.adamw_8bit import moment_specs
 from trainer_bridge.training.device import ALIGN
 from trainer_bridge.training.model import meta_model
 
@@ -299,12 +301,25 @@ def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
     own, computing = config.torch_dtype.itemsize, config.torch_param_dtype.itemsize
     sizes = {
         PARAMS: _held(params, ranks),
-        OPTIM: 0 if config.optimizer_offload else 2 * _held(trained, ranks),
+        OPTIM: 0 if config.optimizer_offload else _moments(trained, ranks, config),
         CRITIC: _held(params, ranks, own),
-        CRITIC_OPTIM: 2 * _held(params, ranks, own),
+        CRITIC_OPTIM: _moments(params, ranks, config),
         REFERENCE: _held(params, ranks, computing),
     }
     return {tag: sizes[tag] for tag in config.leaving}
+
+
+def _moments(params: Iterable[nn.Parameter], ranks: int, config: TrainerConfig) -> int:
+    """Compute the bytes of the moments of a rank's rows of `params`."""
+    if config.optimizer == "adamw":
+        return 2 * _held(params, ranks, config.torch_dtype.itemsize)
+    total = 0
+    for param in params:
+        shape, parts = tuple(param.shape), (ranks, *[1] * (param.ndim - 1))
+        local = (-(-shape[0] // ranks), *shape[1:])
+        for size, dtype in moment_specs(shape, local, parts).values():
+            total += round_up(math.prod(size) * dtype.itemsize, ALIGN)
+    return total
 
 
 def _held(params: Iterable[nn.Parameter], ranks: int, itemsize: int | None = None) -> int:

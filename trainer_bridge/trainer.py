@@ -463,8 +463,9 @@ class Trainer(SaverSide):
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Restore the state of `save_checkpoint` in place, bit-identical.
 
-        If `schedule.updates` differs from the saved one, the learning rate falls from that of the
-        last update to the final rate at the new end (`LearningRate.continuing`).
+        With another number of ranks, moments in 8 bits may be rounded once more (`requantize`). If
+        `schedule.updates` differs from the saved one, the learning rate falls from that of the last
+        update to the final rate at the new end (`LearningRate.continuing`).
 
         Args:
             directory: Directory of the checkpoint.
@@ -475,7 +476,7 @@ class Trainer(SaverSide):
         Raises:
             StateError: A trained tag is offloaded, or an engine serves the parameters as aliased
                 pages.
-            ValueError: The checkpoint belongs to another model. Nothing has changed.
+            ValueError: The checkpoint belongs to another model or optimizer. Nothing has changed.
             OtherWeights: The saved run started from other weights than this trainer; reference and
                 adapters depend on them. Nothing has changed.
             OtherRankFailed: Another rank failed to read its part; other parts may have been loaded.
@@ -611,7 +612,8 @@ class Trainer(SaverSide):
     def _require(self, method: str, *tags: str, prefetching: bool = False) -> None:
         """Require reloaded tags and a complete update; see `Offloader.require`."""
         self._offloader.require(method, *tags, prefetching=prefetching)
-        if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
+        critic = [] if self.critic is None else [self.critic.optimizer]
+        if not all(getattr(optimizer, "whole", True) for optimizer in (self.optimizer, *critic)):
             text = "an update was interrupted; parameters, masters and moments belong to two steps"
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or restart")
 

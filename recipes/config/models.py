@@ -180,6 +180,8 @@ class TrainerSection:
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing.
         threads: CPU threads of torch; null: torch's own choice.
+        optimizer: Either adamw, or adamw_8bit, whose moments take 2 bytes a parameter instead of 8;
+            it needs bitsandbytes (`pip install 'memsaver[optim]'`).
         optimizer_offload: Whether masters and moments lie in host memory and pass through the
             device in an update.
     """
@@ -197,6 +199,7 @@ class TrainerSection:
     micro_batch_size: Count = 4
     activation_checkpointing: Literal["layers", "mlp", "none"] = "layers"
     threads: Count | None = None
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     optimizer_offload: bool = False
 
 

@@ -255,6 +255,8 @@ class Recipe:
             yield "trainer.dtype", "trainer.optimizer_offload=true keeps float32 masters"
         if self.model.dtype == "float16" and self.trainer.dtype != "float32":
             yield "trainer.dtype", "model.dtype=float16 needs float32 masters"
+        if offload and self.trainer.optimizer != "adamw":
+            yield "trainer.optimizer", "excludes trainer.optimizer_offload=true"
         if offload and rank:
             rule = f"is not needed for adapters, which are small (lora.rank={rank})"
             yield "trainer.optimizer_offload", rule

@@ -31,6 +31,7 @@ from recipes.planner.sizes import GIB
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import (
     check_lora,
+    check_optimizer,
     described_model,
     encoded_tasks,
     with_alias_decided,
@@ -109,6 +110,7 @@ def plan_of(
 
         def planned(recipe: Recipe) -> MemoryPlan:
             check_lora(recipe.lora, directory)
+            check_optimizer(recipe)
             recipe = with_alias_decided(recipe, directory)
             return plan_switch(recipe, name, gpu=card, fields=fields, **how)
 

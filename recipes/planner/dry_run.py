@@ -50,7 +50,7 @@ from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.tags import REFERENCE
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import Runtime
+from trainer_bridge.training import Runtime, code_tables
 
 Stages = dict[str, dict[str, Any]]
 """Peaks by stage, as in `recipes.logs.monitor.Peaks`."""
@@ -312,6 +312,8 @@ def planned_trainer(
     live inside the block.
     """
     device = PlannedDevice(workspace_bytes)
+    if recipe.trainer.optimizer == "adamw_8bit":
+        code_tables()  # An import on the planned device would leave tensors without content.
     with (
         tempfile.TemporaryDirectory() as folder,
         _alone_among(recipe.cluster.size) as mesh,

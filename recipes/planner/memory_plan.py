@@ -369,6 +369,7 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
         (["torch"], "trainer.activation_checkpointing", "layers"),
         ([OPTIM], "trainer.optimizer_offload", True),
         ([WEIGHTS], "engine.tensor_parallel_size", 2 * ranks),
+        (moments, "trainer.optimizer", "adamw_8bit"),
         (["torch"], "sampling.max_tokens", answer // 2),
         (moments, "lora.rank", recipe.lora.rank or 32),
     ]

@@ -51,6 +51,7 @@ from rollout.model import (
 )
 from rollout.weights import arena_nbytes
 from trainer_bridge import TrainerConfig
+from trainer_bridge.config import INSTALL_OPTIM
 from trainer_bridge.training import check_layout, lora_target_names
 
 
@@ -125,6 +126,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     """
     device = resolve_device(recipe)
     _check_packages(recipe)
+    check_optimizer(recipe)
     tasks = make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
@@ -319,6 +321,14 @@ def resolve_device(recipe: Recipe) -> str:
     if index >= count:
         raise _refused("device", recipe.device, rule, "auto")
     return f"cuda:{index}"
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Refuse an optimizer whose package is missing; a plan needs the package, too."""
+    name = recipe.trainer.optimizer
+    if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        rule = f"needs the package bitsandbytes; run: {INSTALL_OPTIM}"
+        raise RecipeError(f"trainer.optimizer={name}: {rule}, or set trainer.optimizer=adamw")
 
 
 def _check_packages(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rollout.requests import COLDEST
 from tests.helpers.docs.pages import ROOT
 
 PPO = ROOT / "examples" / "plans" / "qwen2.5-1.5b-ppo.yaml"
+ON_HOST = "trainer.optimizer_offload=true"
 TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"
 VLLM, SGLANG = "device=auto engine.kind=vllm", "device=auto engine.kind=sglang"
@@ -41,6 +43,7 @@ RULES = [
     ("tiny", "engine.tensor_parallel_size=2", "does not divide cluster.n_gpus_per_node=1, the"),
     ("qwen2.5-7b", "trainer.optimizer_offload=true", "trainer.dtype=bfloat16: trainer.optimizer_"),
     ("qwen2.5-7b", "model.dtype=float16", "trainer.dtype=bfloat16: model.dtype=float16 needs"),
+    ("tiny", f"{ON_HOST} trainer.optimizer=adamw_8bit", "set trainer.optimizer=adamw"),
     ("tiny", "trainer.optimizer_offload=true lora.rank=2", "which are small (lora.rank=2)"),
     ("tiny", "lora.rank=12 lora.target_modules=[experts]", "8 for adapters of experts; set lora."),
     ("tiny", "lora.rank=1 lora.target_modules=[q_proj,q_proj]", "names a layer twice"),
@@ -214,6 +217,26 @@ def test_recipe_that_cannot_run_here_is_refused_in_one_line(
     assert main(["run", "tiny", *words_of(overrides), "--run-dir", str(folder)]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and said in line and not folder.exists()
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_optimizer_without_its_package_is_refused_in_one_line(
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *package: None if name == "bitsandbytes" else find(name, *package),
+    )
+    words = ["--run-dir", str(tmp_path / "run")] if command == "run" else []
+    assert main([command, "tiny", "trainer.optimizer=adamw_8bit", *words]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and not [*tmp_path.iterdir()]
+    assert "trainer.optimizer=adamw_8bit: needs the package bitsandbytes; run: pip install" in line
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_error_while_writing_is_raised_unwrapped(
 LOUDER = dataclasses.replace(LORA, alpha=9.0)
 SMALLER = {"num_hidden_layers": 1, "intermediate_size": 40}
 MISFIT = (
-    r"another model, nothing was loaded.*"
+    r"another model or optimizer, nothing was loaded.*"
     r"layers\.0\.mlp\.down_proj\.weight has shape \(32, 48\), the model \(32, 40\)"
 )
 
@@ -130,7 +130,12 @@ BEGAN = (
     ("saved", "model", "changes", "message"),
     [
         ({}, SMALLER, {}, MISFIT),
-        (CRITIC, {}, {}, r"belongs to another model, nothing was loaded: unknown critic\."),
+        (
+            CRITIC,
+            {},
+            {},
+            r"belongs to another model or optimizer, nothing was loaded: unknown critic\.",
+        ),
         ({"lora": LORA}, {"seed": 1}, {"lora": LORA}, BEGAN),
         (CRITIC, {"seed": 1}, CRITIC, BEGAN),
         (

@@ -1,5 +1,6 @@
 """Parts of a training step: model, losses, optimizer, adapters, critic and checkpoints."""
 
+from trainer_bridge.training.adamw_8bit import code_tables
 from trainer_bridge.training.checkpoint import read_values
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import export_checkpoint
@@ -9,6 +10,7 @@ from trainer_bridge.training.packing import packed_attention
 __all__ = [
     "Runtime",
     "check_layout",
+    "code_tables",
     "export_checkpoint",
     "lora_target_names",
     "packed_attention",

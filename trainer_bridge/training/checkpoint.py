@@ -23,6 +23,7 @@ from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
 from rollout.model import open_checkpoint
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
+from trainer_bridge.training.adamw_8bit import is_scales, requantize
 
 _VALUES = "values.json"
 _BEFORE = ".before"
@@ -42,8 +43,8 @@ def state(
             continue
         moments = optimizer.state[param]
         tensors[f"{prefix}params.{name}"] = moments.get("master", param.detach())
-        tensors[f"{prefix}optim.exp_avg.{name}"] = moments["exp_avg"]
-        tensors[f"{prefix}optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        for moment in [key for key in moments if key not in ("step", "master")]:
+            tensors[f"{prefix}optim.{moment}.{name}"] = moments[moment]
     return tensors
 
 
@@ -120,11 +121,12 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint, perhaps of another number of ranks, into `tensors`; return its values.
 
+    Moments in 8 bits, whose blocks depend on the number of ranks, are quantized again where needed.
     The stored adapters must equal `adapters` (`Adapters.identity`). The stored digest, if there is
     one, must equal `began_with` (`weights_digest`).
 
     Raises:
-        ValueError: The checkpoint is incomplete, or belongs to another model or other adapters.
+        ValueError: The checkpoint is incomplete, or of another model, optimizer or adapters.
             Nothing was loaded.
         OtherWeights: The run started from other weights. Nothing was loaded.
     """
@@ -132,13 +134,19 @@ def load(
     if adapters != (stored := values.get("adapters")):
         rule = f"trains adapters {stored}, this trainer {adapters} (None: all parameters)"
         raise ValueError(f"checkpoint {directory!r} {rule}; nothing was loaded")
-    _check_fit(directory, tensors)
+    moved = _check_fit(directory, tensors)
     if began_with != (stored := values.get("began_with", began_with)):
         rule = f"the run began with other weights (digest {stored}; {began_with} now)"
         text = f"{rule}; restore the original weights; nothing was loaded"
         raise OtherWeights(f"checkpoint {directory!r}: {text}")
     with torch.no_grad(), _unwrapped():
-        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(directory))
+        loaded = {name: tensor for name, tensor in tensors.items() if name not in moved}
+        dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(directory))
+        if moved:
+            with together():
+                stored = StoredTensors(directory, "")
+                for name in moved:
+                    requantize(tensors, name, stored.read(name))
     return values
 
 
@@ -215,13 +223,17 @@ def _complete(directory: str) -> str:
     )
 
 
-def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
+def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of scales that belong to other shards; all else must fit."""
     stored = dcp.HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
     shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    moved = [name for name in tensors if is_scales(name) and shapes.get(name) != wanted[name]]
+    shapes |= {name: wanted[name] for name in moved if name in shapes}
     if problems := misfits(wanted, shapes):
-        rule = f"checkpoint {directory!r} belongs to another model, nothing was loaded"
-        raise ValueError(f"{rule}: {listed(problems)}")
+        rule = f"checkpoint {directory!r} belongs to another model or optimizer"
+        raise ValueError(f"{rule}, nothing was loaded: {listed(problems)}")
+    return moved
 
 
 def _replace(directory: str, partial: str) -> None:

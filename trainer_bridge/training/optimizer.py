@@ -16,6 +16,7 @@ from memsaver.ops.layout import round_up
 from trainer_bridge.config import Schedule, TrainerConfig
 from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
+from trainer_bridge.training.adamw_8bit import AdamW8bit
 from trainer_bridge.training.device import Runtime, side_by_side
 from trainer_bridge.training.loss_scale import LossScale
 
@@ -311,6 +312,8 @@ def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
         state["step"].fill_(done)
     if isinstance(optimizer, StreamedAdamW):
         optimizer.publish()
+    if isinstance(optimizer, AdamW8bit):
+        optimizer.whole = True
 
 
 def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -333,13 +336,16 @@ def build_optimizer(
     saver: MemorySaver,
     tag: str = OPTIM,
 ) -> torch.optim.Optimizer:
-    """Build AdamW with zero moments on a tag, or a `StreamedAdamW` with `config.optimizer_offload`.
+    """Build AdamW with zero moments on a tag, as `config.optimizer` and `optimizer_offload` say.
 
     Step counters (4 bytes per parameter tensor) stay in torch's own memory. The step is fused,
     because the unfused step on a GPU needs temporaries as large as the parameters.
     """
     if config.optimizer_offload:
         return StreamedAdamW(params, config, runtime)
+    if config.optimizer == "adamw_8bit":
+        groups = decay_groups(params, config.weight_decay)
+        return AdamW8bit(groups, config, runtime, saver, tag)
     device = runtime.device
     optimizer = torch.optim.AdamW(
         decay_groups(params, config.weight_decay),

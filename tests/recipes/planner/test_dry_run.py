@@ -108,6 +108,19 @@ def test_parameters_and_moments_take_the_bytes_of_the_formula(
     assert 0 <= tags["optim"] - 2 * params < 0.01 * params + PAGE
 
 
+@pytest.mark.parametrize("ranks", [1, 7])
+def test_moments_in_8_bits_take_the_bytes_of_the_formula(ranks: int) -> None:
+    """Expect the sizes of real trainers, for which test_adamw_8bit.py has the same formula."""
+    words = [f"cluster.n_gpus_per_node={ranks}", "driver=ray", "trainer.optimizer=adamw_8bit"]
+    expected = 0
+    for rows, row in of_dense(FIELDS, biases=True):
+        shard = -(-rows // ranks) * row
+        parts = [shard, 4 * -(-shard // 256)] if row > 1 and rows * row >= 4096 else [4 * shard]
+        expected += 2 * sum(round_up(nbytes, 64) for nbytes in parts)
+    held = planned(FIELDS, *words, "sampling.max_tokens=8").tags["optim"]
+    assert 0 <= held - expected < 256 + PAGE
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_held_until_the_optimizer_step(model: str) -> None:
     """Compare an update, which holds all gradients, with a scoring pass, which holds none."""
@@ -258,10 +271,12 @@ def test_tags_of_every_stage_equal_those_of_a_real_run(
 ) -> None:
     """Compare with a CPU run, whose pages are smaller than the planned ones.
 
-    Prefetched parameters are back when the reference scores, and stay on the device with it.
+    Prefetched parameters are back when the reference scores, and stay on the device with it. The
+    moments of the run with PPO are in 8 bits.
     """
     words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
-    words += [f"cycle.overlap={overlap}", *["loss.kl_coef=0.1"] * (name == "tiny-ppo")]
+    words += [f"cycle.overlap={overlap}"]
+    words += ["loss.kl_coef=0.1", "trainer.optimizer=adamw_8bit"] * (name == "tiny-ppo")
     folder = start_run(name, words, tmp_path / "run")
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
@@ -270,6 +285,6 @@ def test_tags_of_every_stage_equal_those_of_a_real_run(
     stages = [*run.stages]
     assert stages == [*measured]
     for stage in stages[stages.index(begin) if begin else 0 :]:
-        for tag in {"params", "optim", "critic", "reference"} & run.tags.keys():
+        for tag in {"params", "optim", "critic", "critic_optim", "reference"} & run.tags.keys():
             held, taken = run.stages[stage]["tags"][tag], measured[stage]["tags"].get(tag, 0)
             assert held == round_up(taken, PAGE), (stage, tag)
