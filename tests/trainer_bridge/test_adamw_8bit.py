@@ -77,18 +77,24 @@ def test_updates_equal_those_of_bitsandbytes_own_optimizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adamw_8bit, "CHUNK", chunk)
-    options = {"betas": (0.8, 0.9), "weight_decay": 0.1}
-    trainer = make_trainer(path, dtype=dtype, device=device, **EIGHT, **options)
+    betas = (0.8, 0.9)
+    how = {"betas": betas, "weight_decay": 0.1}
+    trainer = make_trainer(path, dtype=dtype, device=device, **EIGHT, **how)
     params = {
         name: torch.nn.Parameter(local_shard(param).clone())
         for name, param in trainer.model.named_parameters()
     }
-    library = bitsandbytes.optim.AdamW8bit(params.values(), lr=1e-2, eps=1e-8, **options)
+    groups = [
+        {"params": [p for p in params.values() if (p.ndim > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, 0.1), (False, 0.0))
+    ]
+    library = bitsandbytes.optim.AdamW8bit(groups, lr=1e-2, eps=1e-8, betas=betas)
     for number, grads in enumerate(draws(trainer, 4)):
         for name, param in params.items():
             param.grad = grads[name].to(device, copy=True)
         for optimizer in (trainer.optimizer, library):
-            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + number)
         library.step()
     held = state(trainer)
     assert {True, False} == set(quantized(trainer).values())

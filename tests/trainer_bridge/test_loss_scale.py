@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.helpers.trainer_bridge.models import describe, make_batch, value_batch
 from tests.helpers.trainer_bridge.states import MOMENTS, assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import LEARNING_RATE, STABLE
-from trainer_bridge import CriticConfig, LoraConfig, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, Schedule, SequenceBatch, Trainer
 from trainer_bridge.training import loss_scale
 from trainer_bridge.training.loss_scale import FAILED, FIRST, LARGEST, LossScale
 
@@ -179,8 +179,9 @@ def test_scale_keeps_gradients_that_vanish_in_float16(model_path: str, make_trai
 def test_skipped_update_changes_only_scale_and_schedule(
     changes: dict[str, Any], device: str, model_path: str, make_trainer: Make
 ) -> None:
+    falls = Schedule(kind="linear", updates=4)
     trainer, twin = (
-        make_trainer(model_path, device=device, decay_steps=4, **changes, **HALF) for _ in "ab"
+        make_trainer(model_path, device=device, schedule=falls, **changes, **HALF) for _ in "ab"
     )
     for side in (trainer, twin):
         side.update_actor(make_batch(4))

@@ -219,7 +219,7 @@ def update(
     model, parts = Table(table), []
     model.packs = packed
     config = TrainerConfig(model_path="m", reference=True, loss=loss)
-    learn = partial(policy_gradient, model, config, batch, world)
+    learn = partial(policy_gradient, model, config, batch, world, 1.0)
     for rank in range(world):
         runtime: Any = SimpleNamespace(
             rank=rank, world=world, device=CPU, numbers=Tensor.tolist, sum_ranks=list

@@ -248,7 +248,8 @@ def _shard(
         )
     layers = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in layers]
-    for unit in (*_units(found, config.torch_param_dtype), *_vocabulary(model), model):
+    units: list[Any] = [*_units(found, config.torch_param_dtype), *_vocabulary(model), model]
+    for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
 
 
