@@ -233,7 +233,8 @@ def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
         name = recipe.algorithm
         idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
     if not recipe.loss.kl_coef:
-        idle |= dict.fromkeys(("loss.kl_in", "loss.kl_estimator"), "loss.kl_coef=0")
+        names = ("kl_in", "kl_estimator", "reference_every")
+        idle |= dict.fromkeys((f"loss.{name}" for name in names), "loss.kl_coef=0")
     return idle
 
 
