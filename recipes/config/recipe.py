@@ -293,7 +293,7 @@ class Recipe:
         if self.reference_every and self.lora.rank:
             rule = "excludes adapters, whose frozen base is the reference"
             yield "loss.reference_every", f"{rule} (lora.rank={self.lora.rank})"
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
+        if self.loss.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
             rule = "teaches nothing in a loss, because its expected gradient is 0"
             yield "loss.kl_estimator", rule, "set loss.kl_estimator=k3, or loss.kl_in=reward"
 
@@ -301,6 +301,8 @@ class Recipe:
         grpo = self.grpo
         if grpo.baseline == "batch" and grpo.scale == "group":
             yield "grpo.scale", "excludes grpo.baseline=batch", "set grpo.scale=batch"
+        if grpo.baseline == "batch" and grpo.prompts_per_step * grpo.samples_per_prompt == 1:
+            yield "grpo.prompts_per_step", "leaves grpo.baseline=batch a single answer"
         if grpo.baseline != "batch" and grpo.samples_per_prompt == 1:
             rule = f"leaves grpo.baseline={grpo.baseline} nothing to compare an answer with"
             yield "grpo.samples_per_prompt", rule, "set grpo.samples_per_prompt=8"

@@ -317,6 +317,7 @@ def describe(row: Mapping[str, Any]) -> str:
         f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
         *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
         f"exact {_decimal(row, 'exact_match')}",
+        *(["no update of the policy"] if "loss" not in row else []),
         f"mismatch {row['mismatch_mean']:.1e} mean {row['mismatch_max']:.1e} max",
         *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
         f"length {row['response_length']:.1f}",
