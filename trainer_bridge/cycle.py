@@ -263,6 +263,9 @@ class Cycle:
         The block refreshes the reference (`Trainer.refresh_reference`), or saves a checkpoint that
         holds it. If the block fails, the cycle's next call offloads the reference.
 
+        Returns:
+            A context manager.
+
         Raises:
             ValueError: The cycle has no reference. Nothing has changed.
             StateError: The cycle is not in state "train".
