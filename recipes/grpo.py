@@ -6,7 +6,8 @@ Step s (version s of the weights, after s - 1 updates):
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts; with
                            sampling_rounds > 1, new prompts replace groups without signal
     to_score("reference")  with loss.kl_coef only: the rollout sleeps, the reference reloads
-    compute_ref_log_prob   log-probabilities under the weights before the first update
+    compute_ref_log_prob   log-probabilities under the weights before the first update, or after the
+                           last multiple of loss.reference_every steps
     to_score()             the trainer's parameters replace the reference
     compute_log_prob       log-probabilities under the weights that sampled; their mismatch to the
                            rollout's log-probabilities is reported

@@ -11,8 +11,8 @@ import abc
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -123,13 +123,28 @@ class Loop(abc.ABC):
         if self.ended_early:
             self.to_train()
             return
-        row = {"kind": "train", "step": step, **self.train_step(step)}
+        row = {"kind": "train", "step": step, **self.whole_step(step)}
         self.drawn += row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)
         row["prompts_drawn"] = self.drawn
         row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
         row |= {"hidden_seconds": monitor.hidden_seconds}
         row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row(row)
+
+    def whole_step(self, step: int) -> dict[str, Any]:
+        """Run `train_step` and refresh the reference if it is due; return the step's figures."""
+        figures = self.train_step(step)
+        if every := self.setup.recipe.reference_every:
+            figures["reference_step"] = (step - 1) // every * every
+            if step % every == 0:
+                with self._reference_held(), self.stage("refresh_reference"):
+                    self.trainer.refresh_reference()
+        return figures
+
+    @contextmanager
+    def _reference_held(self) -> Iterator[None]:
+        with self.monitor.phase("reload_reference"), self.cycle.with_reference():
+            yield
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.monitor.stage(name)
@@ -233,7 +248,10 @@ class Loop(abc.ABC):
             folder.mark_best(best.step, section.keep)
 
     def _save_checkpoint(self, step: int) -> None:
-        with self.stage("save_checkpoint"):
+        every = self.setup.recipe.reference_every
+        refreshed = every and step >= every
+        held = self._reference_held() if refreshed else nullcontext()
+        with held, self.stage("save_checkpoint"):
             self.save(step, self.drawn)
 
     @property

@@ -5,7 +5,8 @@ Step s (version s of the weights):
     to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
     to_score("reference")  with loss.kl_coef only: the rollout sleeps, the reference reloads
-    compute_ref_log_prob   log-probabilities under the weights before the first update
+    compute_ref_log_prob   log-probabilities under the weights before the first update, or after the
+                           last multiple of loss.reference_every steps
     to_score("critic")     the critic replaces the reference
     compute_values         the critic's estimate of the reward after every token
     to_score()             the trainer's parameters replace the critic

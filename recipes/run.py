@@ -24,6 +24,7 @@ from rollout.tag_names import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup
+from trainer_bridge.tags import REFERENCE
 
 # Keys and sections that a resumed run may change.
 MAY_CHANGE = (
@@ -305,7 +306,11 @@ def _export(folder: RunFolder, trainer: Any, recipe: Recipe, step: int) -> None:
 
 def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:
     try:
+        if recipe.reference_every:
+            trainer.reload(REFERENCE)
         trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
+        if recipe.reference_every:
+            trainer.offload(REFERENCE)
     except OtherWeights as error:
         path = recipe.model.path
         key = f"model.path={path}" if path else f"model: random weights, device={recipe.device}"

@@ -13,13 +13,14 @@
                                                                    reference: compute_ref_log_prob,
                                                                    critic: compute_values
 
-Critic and reference take part only if the cycle is built with them. Tags in `resident` stay on the
-device in every state. Tags in `overlap` leave while the rollout generates and return while the
-policy scores, so their copies overlap with computation. With `alias` the rollout serves the
-trainer's own pages: `params` stays on the device, aliased in state "rollout", and tag `weights`
-never has memory. Both sides are protocols: the same code drives objects of this process and handles
-on Ray actors. A stage that fails ends the cycle. If it was replacing weights, the rollout is also
-poisoned with the reason and refuses to serve.
+Critic and reference take part only if the cycle is built with them. In state "train", the reference
+comes back for `with_reference`, to be refreshed or saved. Tags in `resident` stay on the device in
+every state. Tags in `overlap` leave while the rollout generates and return while the policy scores,
+so their copies overlap with computation. With `alias` the rollout serves the trainer's own pages:
+`params` stays on the device, aliased in state "rollout", and tag `weights` never has memory. Both
+sides are protocols: the same code drives objects of this process and handles on Ray actors. A stage
+that fails ends the cycle. If it was replacing weights, the rollout is also poisoned with the reason
+and refuses to serve.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ class TrainerProtocol(Protocol):
     """A trainer that the cycle can drive, with the contracts of `Trainer`.
 
     `Cycle` itself calls only the first five methods. Recipes call the remaining ones; the last
-    three are only needed with a reference or a critic.
+    four are only needed with a reference or a critic.
     """
 
     def empty_cache(self) -> None: ...
@@ -67,6 +68,8 @@ class TrainerProtocol(Protocol):
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]: ...
 
     def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def refresh_reference(self) -> None: ...
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]: ...
 
@@ -252,6 +255,35 @@ class Cycle:
             CycleError: A stage failed. The cycle is over.
         """
         self._take("to_train", [tag for tag in self._tags if tag in TRAINED])
+
+    @contextlib.contextmanager
+    def with_reference(self) -> Iterator[None]:
+        """Hold the reference next to the trained tags for a block, in state "train".
+
+        The block refreshes the reference (`Trainer.refresh_reference`), or saves a checkpoint that
+        holds it. If the block fails, the cycle's next call offloads the reference.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ValueError: The cycle has no reference. Nothing has changed.
+            StateError: The cycle is not in state "train".
+            CycleError: A stage failed. The cycle is over.
+        """
+        if REFERENCE not in self._tags:
+            raise ValueError("with_reference(): no reference here; build the cycle with one")
+        if self.state != "train":
+            raise StateError(f'with_reference() in state {self.state!r}: it is for state "train"')
+        if REFERENCE not in self._held:
+            # After an update, torch's cache holds the memory of gradients and activations.
+            with self._stage("empty_cache"):
+                self._trainer.empty_cache()
+            with self._stage(f"reload_{REFERENCE}"):
+                self._trainer.reload(REFERENCE)
+            self._held.add(REFERENCE)
+        yield
+        self._offload_all_but(TRAINED)
 
     def _take(self, verb: str, tags: Sequence[str]) -> None:
         """Move memory until the trainer has exactly `tags` and its resident tags."""

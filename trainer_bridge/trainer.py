@@ -21,6 +21,7 @@ from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
+from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.sync.writer import Shards
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
@@ -61,7 +62,8 @@ class Trainer(SaverSide):
     Parameters are on tag `params` and the optimizer's moments on tag `optim`. Both move to the host
     when they are offloaded. Gradients, activations and unsharded layers use torch's own memory.
     With `config.critic` a critic is on `critic` and `critic_optim`. With `config.reference` the
-    initial weights are on `reference`, which stays offloaded until it is reloaded.
+    initial weights are on `reference`, which stays offloaded until it is reloaded, and keeps its
+    content until `refresh_reference` replaces it.
 
     With `config.optimizer_offload` tag `optim` is empty. Moments and fp32 masters of the parameters
     stay on the host (`StreamedAdamW`). An interrupted update leaves them at different steps, and
@@ -92,7 +94,7 @@ class Trainer(SaverSide):
     Attributes:
         model: The policy, sharded by FSDP2. Call `reload` before you read its parameters.
         optimizer: The policy's optimizer.
-        reference: The frozen initial model; None without one, or with adapters.
+        reference: The frozen reference; None without one, or with adapters.
         critic: The critic; None without one.
         step: Number of the policy's updates.
         saver: Saver of the tags.
@@ -123,7 +125,8 @@ class Trainer(SaverSide):
                 raise ValueError(f"{rule}; omit it, and sync by copies")
             self._offloader = Offloader(saver)
             reserve_offload(config, runtime.world, saver)
-            self.reference = self._first_weights()
+            self._reference_step = 0  # updates of the policy that the reference has
+            self.reference = self._first_weights(shard_dims)
             self.model = build_model(config, runtime, saver, shard_dims, layout)
             if config.router_aux_loss_coef and not balanced_routers(self.model):
                 rule = "needs a mixture of experts with this loss, which this model is not"
@@ -188,7 +191,8 @@ class Trainer(SaverSide):
             batch: Sequences to score.
 
         Returns:
-            Log-probabilities as from `compute_log_prob`, under the weights before the first update.
+            Log-probabilities as from `compute_log_prob`, under the weights before the first update
+            or of the last `refresh_reference`.
 
         Raises:
             StateError: The trainer has no reference, or the tag is offloaded.
@@ -196,12 +200,30 @@ class Trainer(SaverSide):
         """
         if self._adapters is not None and self.config.reference:
             return self.compute_log_prob(batch, base=True)
-        if self.reference is None:
-            raise StateError(
-                "compute_ref_log_prob() has no reference; create the trainer with reference=True"
-            )
-        self._require("compute_ref_log_prob", REFERENCE)
-        return self._logprobs("compute_ref_log_prob", self.reference, batch)
+        reference = self._reference("compute_ref_log_prob", REFERENCE)
+        return self._logprobs("compute_ref_log_prob", reference, batch)
+
+    def refresh_reference(self) -> None:
+        """Copy the policy's parameters into the reference, rounded to the dtype of forward.
+
+        Each rank copies its own shards. From then on, checkpoints hold the reference. Needs tags
+        `params` and `reference` reloaded.
+
+        Source: Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment" (2024), the
+        hard update of TR-DPO; TRL's `sync_ref_model` can also mix old and new weights.
+
+        Raises:
+            StateError: The trainer has no reference, a frozen base is the reference, or a tag is
+                offloaded.
+        """
+        if self._adapters is not None:
+            rule = "refresh_reference(): with adapters, the frozen base is the reference"
+            raise StateError(f"{rule}; train without TrainerConfig.lora")
+        reference = self._reference("refresh_reference", PARAMS, REFERENCE)
+        with torch.no_grad():
+            for old, new in zip(reference.parameters(), self.model.parameters(), strict=True):
+                local_shard(old).copy_(local_shard(new))
+        self._reference_step = self.step
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Compute the critic's value of every response token (`Critic`).
@@ -440,32 +462,36 @@ class Trainer(SaverSide):
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Save trained parameters or adapters, moments and steps, replacing an older checkpoint.
 
-        The directory is replaced as a whole or not at all.
+        A refreshed reference is saved, too, and then tag `reference` is needed. The directory is
+        replaced as a whole or not at all.
 
         Args:
             directory: Directory of the checkpoint.
             extra: JSON data to store with it.
 
         Raises:
-            StateError: A trained tag is offloaded.
+            StateError: A tag of the checkpoint is offloaded.
             OtherRankFailed: Another rank failed; the older checkpoint stays.
         """
-        self._require("save_checkpoint", *TRAINED)
+        refreshed = self._reference_step
+        self._require("save_checkpoint", *TRAINED, *([REFERENCE] if refreshed else []))
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
+        values["reference_step"] = refreshed
         values |= {"began_with": self._began_with, "rate": dataclasses.asdict(self._rate)}
         values["loss_scale"] = dataclasses.asdict(self._loss_scale)
         if self.critic is not None:
             values["critic_step"] = self.critic.step
             values["critic_loss_scale"] = dataclasses.asdict(self.critic.loss_scale)
             values["critic_rate"] = dataclasses.asdict(self.critic.rate)
-        checkpoint.save(directory, self._state(), values)
+        checkpoint.save(directory, self._state(bool(refreshed)), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Restore the state of `save_checkpoint` in place, bit-identical.
 
         With another number of ranks, moments in 8 bits may be rounded once more (`requantize`). If
         `schedule.updates` differs from the saved one, the learning rate falls from that of the last
-        update to the final rate at the new end (`LearningRate.continuing`).
+        update to the final rate at the new end (`LearningRate.continuing`). If the saved reference
+        was refreshed, or that of this trainer, tag `reference` is needed.
 
         Args:
             directory: Directory of the checkpoint.
@@ -474,17 +500,23 @@ class Trainer(SaverSide):
             The `extra` that was saved.
 
         Raises:
-            StateError: A trained tag is offloaded, or an engine serves the parameters as aliased
+            StateError: A needed tag is offloaded, or an engine serves the parameters as aliased
                 pages.
             ValueError: The checkpoint belongs to another model or optimizer. Nothing has changed.
             OtherWeights: The saved run started from other weights than this trainer; reference and
                 adapters depend on them. Nothing has changed.
             OtherRankFailed: Another rank failed to read its part; other parts may have been loaded.
         """
-        self._offloader.require("load_checkpoint", *TRAINED, undefined=True)
+        refreshed = checkpoint.read_values(directory).get("reference_step", 0)
+        moves = [REFERENCE] if refreshed or self._reference_step else []
+        self._offloader.require("load_checkpoint", *TRAINED, *moves, undefined=True)
         self._require_unaliased("load_checkpoint")
         self.zero_grad()
-        values = checkpoint.load(directory, self._state(), self._identity(), self._began_with)
+        state = self._state(bool(refreshed))
+        values = checkpoint.load(directory, state, self._identity(), self._began_with)
+        if self.reference is not None and self._reference_step and not refreshed:
+            fill_weights(self.reference, self._of_reference(), self._runtime)
+        self._reference_step = refreshed
         self.step = values["step"]
         self._rate = LearningRate.of(self.config).continuing(values.get("rate"), self.step)
         self._loss_scale = LossScale.of(self.config).continuing(values.get("loss_scale"))
@@ -497,7 +529,7 @@ class Trainer(SaverSide):
             critic.loss_scale = scale
             after_load(critic.optimizer, critic.step - scale.skipped)
         learned = PARAMS if self._adapters is None else ADAPTERS
-        self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)
+        self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM, *moves)
         return values["extra"]
 
     def save_pretrained(
@@ -572,16 +604,27 @@ class Trainer(SaverSide):
         alone = self.reference is None and self.config.critic is None
         self._offloader.add(PARAMS, None if alone else lambda: self.step)
 
-    def _first_weights(self) -> nn.Module | None:
+    def _first_weights(self, shard_dims: Mapping[str, int] | None) -> nn.Module | None:
         """Build the reference and offload it, before other models take memory."""
-        config = self.config
-        if not config.reference or config.lora is not None:
+        if not self.config.reference or self.config.lora is not None:
             return None
-        stored = dataclasses.replace(config, optimizer_offload=False)
-        reference = build_model(stored, self._runtime, self.saver, tag=REFERENCE)
-        self._offloader.add(REFERENCE, lambda: 0)
+        # Sharded like the policy, so that each rank has what `refresh_reference` copies.
+        reference = build_model(
+            self._of_reference(), self._runtime, self.saver, shard_dims, tag=REFERENCE
+        )
+        self._offloader.add(REFERENCE, lambda: self._reference_step)
         self._offloader.offload(REFERENCE)
         return reference
+
+    def _of_reference(self) -> TrainerConfig:
+        return dataclasses.replace(self.config, optimizer_offload=False)
+
+    def _reference(self, method: str, *tags: str) -> nn.Module:
+        if self.reference is None:
+            rule = f"{method}() has no reference"
+            raise StateError(f"{rule}; create the trainer with reference=True")
+        self._require(method, *tags)
+        return self.reference
 
     def _value_model(self) -> Critic | None:
         if self.config.critic is None:
@@ -599,11 +642,14 @@ class Trainer(SaverSide):
         self._require(method, *tags)
         return self.critic
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint; a run rebuilds its reference from `model_path`."""
+    def _state(self, reference: bool) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint; a trainer rebuilds its first reference."""
         state = checkpoint.state(self.model, self.optimizer)
         if self.critic is not None:
             state |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
+        if self.reference is not None and reference:
+            named = self.reference.named_parameters()
+            state |= {f"reference.{name}": param.detach() for name, param in named}
         return state
 
     def _identity(self) -> dict[str, Any] | None:

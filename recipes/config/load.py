@@ -232,12 +232,17 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
 def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
     idle = {}
     if recipe.updates_per_step == 1:
-        # Ratios are 1 and values have not moved, so clipping does nothing.
-        keys = ("loss.clip_low", "loss.clip_high", "loss.dual_clip", "ppo.value_clip")
+        # Ratios are 1 and values have not moved, so clipping does nothing, and the gradients of all
+        # kinds are equal.
+        clipping = ("loss.clip_low", "loss.clip_high", "loss.dual_clip", "ppo.value_clip")
+        keys = ("loss.kind", *clipping)
         name = recipe.algorithm
         idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
     if not recipe.loss.kl_coef:
-        idle |= dict.fromkeys(("loss.kl_in", "loss.kl_estimator"), "loss.kl_coef=0")
+        of_kl = ("loss.kl_in", "loss.kl_estimator", "loss.reference_every")
+        idle |= dict.fromkeys(of_kl, "loss.kl_coef=0")
+    elif recipe.steps <= recipe.reference_every:
+        idle["loss.reference_every"] = f"steps={recipe.steps}"
     return idle
 
 

@@ -267,6 +267,8 @@ class LossSection:
             grpo, of the rewards with ppo.
         kl_estimator: Estimate of the divergence at a token: k1, k2 or k3; auto: k3 in the loss, k1
             in the rewards.
+        reference_every: Steps after which the reference takes the policy's weights; 0: never. Then
+            checkpoints hold the reference, too.
         entropy_coef: Weight of the entropy, which the loss rewards.
         mask_cut_off: Whether updates leave out answers that max_tokens cut off; they still count in
             the advantages of others.
@@ -280,6 +282,7 @@ class LossSection:
     kl_coef: PositiveOrZero = 0.0
     kl_in: Literal["auto", "loss", "reward"] = "auto"
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    reference_every: CountOrZero = 0
     entropy_coef: PositiveOrZero = 0.0
     mask_cut_off: bool = False
 

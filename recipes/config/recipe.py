@@ -113,6 +113,11 @@ class Recipe:
         usual: Literal["k1", "k3"] = "k3" if self.kl_in == "loss" else "k1"
         return usual if self.loss.kl_estimator == "auto" else self.loss.kl_estimator
 
+    @property
+    def reference_every(self) -> int:
+        """Return the steps between refreshes of the reference; 0 if there are none."""
+        return self.loss.reference_every if self.loss.kl_coef else 0
+
     def value(self, key: str) -> Any:
         """Return the value of a full key.
 
@@ -308,7 +313,10 @@ class Recipe:
             yield f"{self.algorithm}.mini_batches", f"exceeds the step's {answers} answers"
         if self.loss.dual_clip is not None and self.loss.kind == "cispo":
             yield "loss.dual_clip", "excludes loss.kind=cispo, which limits all ratios"
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
+        if self.reference_every and self.lora.rank:
+            rule = "excludes adapters, whose frozen base is the reference"
+            yield "loss.reference_every", f"{rule} (lora.rank={self.lora.rank})"
+        if self.loss.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
             rule = "teaches nothing in a loss, because its expected gradient is 0"
             yield "loss.kl_estimator", rule, "set loss.kl_estimator=k3, or loss.kl_in=reward"
 
@@ -318,6 +326,8 @@ class Recipe:
             yield "grpo.scale", "excludes grpo.baseline=batch", "set grpo.scale=batch"
         if grpo.baseline == "batch" and grpo.sampling_rounds > 1:
             yield "grpo.sampling_rounds", "needs advantages within groups, not grpo.baseline=batch"
+        if grpo.baseline == "batch" and grpo.prompts_per_step * grpo.samples_per_prompt == 1:
+            yield "grpo.prompts_per_step", "leaves grpo.baseline=batch a single answer"
         if grpo.baseline != "batch" and grpo.samples_per_prompt == 1:
             rule = f"leaves grpo.baseline={grpo.baseline} nothing to compare an answer with"
             yield "grpo.samples_per_prompt", rule, "set grpo.samples_per_prompt=8"

@@ -56,7 +56,12 @@ STAGES = "stages"  # process of a trace for stages and steps
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
-_EXTRA = ("evaluate", "save_checkpoint", "export")  # stages that few steps have
+_EXTRA = (
+    "evaluate",
+    "refresh_reference",
+    "save_checkpoint",
+    "export",
+)  # stages that few steps have
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
 FIRST = ("reward", "reward_std", "exact_match")  # in tables
 QUALITIES = ("exact_match", "avg@", "pass@")  # beginnings of names of shares of right answers
@@ -119,7 +124,8 @@ def kind_of(stage: str) -> str:
     """Return the side that works in a stage ("rollout", "train"), or "switch" for moves."""
     if stage in ("generate_sequences", "select_groups", "evaluate"):
         return "rollout"
-    return "train" if stage.startswith(("compute_", "update_", "save_", "export")) else "switch"
+    works = ("compute_", "update_", "refresh_", "save_", "export")
+    return "train" if stage.startswith(works) else "switch"
 
 
 def switch_seconds(row: Mapping[str, Any]) -> float:

@@ -267,7 +267,7 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
     peaks.passed("build")
     peaks.take()
     loop.to_rollout(1)
-    loop.train_step(1)
+    loop.whole_step(1)
     stages, emptied, left = peaks.take(), device.emptied, device.allocator.reserved
     loop.to_rollout(2)
     stages |= peaks.take()
@@ -277,7 +277,7 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
         return {name: _with_cache(peak, left) for name, peak in stages.items()}
     loop.to_train()
     loop.to_rollout(2)
-    loop.train_step(2)
+    loop.whole_step(2)
     return peaks.take()
 
 
@@ -359,8 +359,9 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     else:  # All planned answers have the same reward.
         loop = dataclasses.replace(loop, sampling_rounds=1)
     loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
-    # All planned answers are cut off.
-    loss = dataclasses.replace(recipe.loss, mask_cut_off=False)
+    # All planned answers are cut off, and every planned step refreshes the reference.
+    refreshes = min(1, recipe.loss.reference_every)
+    loss = dataclasses.replace(recipe.loss, mask_cut_off=False, reference_every=refreshes)
     fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memsaver import StateError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
@@ -66,6 +67,59 @@ def test_resumed_run_continues_bit_identical(
         assert (
             trained < stored < trained + sum(shard.nbytes for shard in first.shards().values())
         ), "with the base"
+
+
+def test_checkpoint_holds_a_refreshed_reference_and_no_other(
+    model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    """Resume before and after a refresh, in a new trainer and in one that has gone further."""
+    options = {"reference": True, "param_dtype": "bfloat16"}
+    plain, batch = make_trainer(model_path, param_dtype="bfloat16"), make_batch(4)
+    first, second = make_trainer(model_path, **options), make_trainer(model_path, **options)
+
+    def size(name: str) -> int:
+        return sum(file.stat().st_size for file in (tmp_path / name).glob("*.safetensors"))
+
+    def frozen(trainer: Trainer) -> dict[str, Tensor]:
+        assert trainer.reference is not None
+        return {
+            name: param.detach().to_local().clone()  # type: ignore[operator]
+            for name, param in trainer.reference.named_parameters()
+        }
+
+    for trainer, name in ((plain, "plain"), (first, "before")):
+        learn(trainer, range(1))
+        trainer.save_checkpoint(str(tmp_path / name))
+    assert size("before") == size("plain")
+    first.reload("reference")
+    weights = frozen(first)
+    first.refresh_reference()
+    refreshed = frozen(first)
+    learn(first, range(1, 2))
+    first.save_checkpoint(str(tmp_path / "after"))
+    more = size("after") - size("before") - sum(value.nbytes for value in refreshed.values())
+    assert 0 <= more < 8192, "more than the names of the reference's tensors"
+
+    with pytest.raises(StateError, match=r"load_checkpoint\(\) needs tag 'reference', which is"):
+        second.load_checkpoint(str(tmp_path / "after"))
+    second.load_checkpoint(str(tmp_path / "before"))  # does not need the tag
+    second.reload("reference")
+    second.load_checkpoint(str(tmp_path / "after"))
+    assert_same_bits(frozen(second), refreshed)
+    assert_same_bits(state(second), state(first))
+    for trainer in (first, second):
+        trainer.offload("reference")
+    with pytest.raises(StateError, match=r"save_checkpoint\(\) needs tag 'reference', which is"):
+        second.save_checkpoint(str(tmp_path / "after"))
+    second.reload("reference")
+    assert_same_bits(frozen(second), refreshed)
+    second.load_checkpoint(str(tmp_path / "before"))
+    assert_same_bits(frozen(second), weights)
+    assert second.compute_ref_log_prob(batch) != second.compute_log_prob(batch)
+    second.save_checkpoint(str(tmp_path / "again"))
+    assert size("again") == size("before")
+    with pytest.raises(ValueError, match=r"another model, nothing was loaded: unknown reference\."):
+        plain.load_checkpoint(str(tmp_path / "after"))
 
 
 def test_second_save_replaces_the_first_or_leaves_it_on_error(

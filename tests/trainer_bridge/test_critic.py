@@ -26,7 +26,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, PolicyLoss, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, SequenceBatch, Trainer
 from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]
@@ -195,6 +195,44 @@ def test_offload_of_unchanged_model_copies_nothing(
     assert trainer.compute_values(batch) == values
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_refreshed_reference_has_the_bits_of_the_rounded_policy(
+    offload: bool, model_path: str, make_trainer: Make
+) -> None:
+    """Use a bf16 forward with fp32 masters on the device or on the host.
+
+    The reference keeps the refreshed weights through updates and offloads, and only its first
+    offload after a refresh copies it.
+    """
+    trainer, batch = (
+        make_trainer(model_path, param_dtype="bfloat16", reference=True, optimizer_offload=offload),
+        make_batch(4),
+    )
+    for step in range(2):
+        trainer.update_actor(make_batch(4, seed=step))
+        with pytest.raises(
+            StateError, match=r"refresh_reference\(\) needs tag 'reference', which is offloaded"
+        ):
+            trainer.refresh_reference()
+        trainer.reload("reference")
+        before = trainer.compute_ref_log_prob(batch)
+        trainer.refresh_reference()
+        first = trainer.compute_ref_log_prob(batch)
+        assert trainer.reference is not None
+        for old, new in zip(trainer.reference.parameters(), trainer.shards().values(), strict=True):
+            assert torch.equal(local_shard(old), new.bfloat16())
+        assert first == trainer.compute_log_prob(batch) != before
+        moved = copied(trainer)
+        trainer.offload("reference")
+        assert copied(trainer) - moved == trainer.saver.report().tags["reference"].live_bytes
+        trainer.update_actor(make_batch(4, seed=9))
+        trainer.reload("reference")
+        assert trainer.compute_ref_log_prob(batch) == first != trainer.compute_log_prob(batch)
+        moved = copied(trainer)
+        trainer.offload("reference")
+        assert copied(trainer) == moved
+
+
 def test_calls_without_their_model_or_tag_are_refused(model_path: str, make_trainer: Make) -> None:
     plain = make_trainer(model_path)
     trainer = make_trainer(model_path, **BOTH)
@@ -207,6 +245,14 @@ def test_calls_without_their_model_or_tag_are_refused(model_path: str, make_trai
             StateError, match=f"has no {missing}; create the trainer with {missing}="
         ):
             call(batch)
+    adapted = make_trainer(
+        model_path,
+        reference=True,
+        lora=LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj",)),
+    )
+    for own, reason in ((plain, "has no reference; create"), (adapted, "base is the reference")):
+        with pytest.raises(StateError, match=reason):
+            own.refresh_reference()
     with pytest.raises(ValueError, match="unknown tag 'critic'; the trainer has 'params', 'optim'"):
         plain.offload("critic")
     with pytest.raises(

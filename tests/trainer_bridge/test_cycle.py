@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import Any
 
@@ -59,9 +60,10 @@ class World:
         assert not {"params", "kv_cache"} <= self.held, (
             "parameters and KV cache do not fit together"
         )
-        assert "reference" not in self.held or not self.held & {"params", "critic"}, (
-            "two models do not fit together"
-        )
+        scoring = not {"params", "optim"} <= self.held
+        assert (
+            not scoring or "reference" not in self.held or not self.held & {"params", "critic"}
+        ), "only training has room for two models"
 
 
 class FakeTrainer:
@@ -255,6 +257,33 @@ def test_hand_over_sends_leaving_tag_to_the_next_tag_of_the_other_side(
 
 
 @pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({"reference": True}, ["empty_cache", "reload_reference", "block", "offload_reference"]),
+        (
+            {"reference": True, "resident": ["reference"]},
+            ["empty_cache", "reload_reference", "block", "block"],
+        ),
+    ],
+)
+def test_reference_is_held_for_a_block_and_a_resident_one_stays(
+    options: dict[str, Any], stages: list[str]
+) -> None:
+    world, names = World(), list[str]()
+    cycle = pair(world, names, **options)
+    for _ in range(stages.count("block")):
+        with cycle.with_reference():
+            names.append("block")
+            assert world.held == {"params", "optim", "reference"}
+    assert names == stages
+    with (
+        pytest.raises(ValueError, match="no reference here; build the cycle with one"),
+        pair(World()).with_reference(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
     ("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")]
 )
 def test_to_score_refuses_a_model_the_cycle_does_not_have(has: dict[str, bool], model: str) -> None:
@@ -423,6 +452,22 @@ class Walk(RuleBasedStateMachine):
         self.model = model
         getattr(self.cycle, verb)(*arguments)
         assert self.cycle.state == legal[verb]
+
+    @rule(fails=st.booleans())
+    def hold_reference(self, fails: bool) -> None:
+        """Let the block fail: the next move offloads the reference."""
+        if self.cycle.state != "train":
+            text = f"in state '{self.cycle.state}': it is for state \"train\""
+            with pytest.raises(StateError, match=text), self.cycle.with_reference():
+                pass
+            return
+        with contextlib.suppress(OSError), self.cycle.with_reference():
+            assert self.world.held == {*TRAINED, "reference"}
+            if fails:
+                raise OSError("no space left on device")
+        if fails:
+            assert self.world.held == {*TRAINED, "reference"}
+            self.move("to_rollout", "")
 
     @rule(
         stage=st.sampled_from(

@@ -264,11 +264,32 @@ def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[st
     assert trainer.compute_values(make_batch(COUNTS[0])) == values
     assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
     return {
+        "refreshed": refreshed(trainer),
         "scores": before,
         "values": values,
         "metrics": learned,
         "learned": bits(trainer.critic, whole=True),
     }
+
+
+def refreshed(trainer: Trainer) -> list[list[float]]:
+    """Return scores of a refreshed reference, whose bits are the policy's, however sharded."""
+    names = [name for name in trainer.shards() if name.endswith("o_proj.weight")]
+    columns = Trainer(
+        dataclasses.replace(trainer.config, critic=None), shard_dims=dict.fromkeys(names, 1)
+    )
+    columns.reload("reference")
+    scores = []
+    for own in (trainer, columns):
+        learn(own)
+        own.refresh_reference()
+        assert own.reference is not None
+        for old, new in zip(own.reference.parameters(), own.shards().values(), strict=True):
+            assert torch.equal(local_shard(old), new)
+        scores.append(own.compute_ref_log_prob(make_batch(COUNTS[0])))
+        assert scores[-1] == own.compute_log_prob(make_batch(COUNTS[0]))
+    assert scores[0] == scores[1]
+    return scores[0]
 
 
 def worker(rank: int, path: str, out: str) -> None:
@@ -375,8 +396,8 @@ def test_critic_and_reference_on_two_ranks_match_one(
     make_trainer(path)  # creates the process group
     alone = with_models(path)
     for result in (result["models"] for result in results):
-        assert_scores(result["scores"], alone["scores"])
-        assert_scores(result["values"], alone["values"])
+        for name in ("scores", "refreshed", "values"):
+            assert_scores(result[name], alone[name])
         assert_learning(result, alone["metrics"], alone["learned"])
     assert results[0]["models"]["values"] == results[1]["models"]["values"]
 
