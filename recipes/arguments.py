@@ -11,7 +11,7 @@ from recipes.loop import Loop
 from recipes.ppo import PpoLoop
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
-from trainer_bridge import LoraConfig, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge import LoraConfig, PolicyLoss, TrainerConfig, open_inprocess, open_ray
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 
@@ -67,8 +67,21 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         seed=recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
         leaving=leaving_tags(recipe),
+        loss=policy_loss(recipe),
+        reference=recipe.loss.kl_coef > 0,
         **LOOPS[recipe.algorithm].trainer_fields(recipe),
     )
+
+
+def policy_loss(recipe: Recipe) -> PolicyLoss:
+    """Return the loss of the policy's updates."""
+    names = ("kind", "aggregation", "clip_low", "clip_high", "dual_clip", "entropy_coef")
+    fields: dict[str, Any] = {name: getattr(recipe.loss, name) for name in names}
+    if recipe.loss.aggregation == "constant":
+        fields["max_tokens"] = recipe.sampling.max_tokens
+    if recipe.kl_in == "loss" and recipe.kl_estimator != "k1":
+        fields |= {"kl_coef": recipe.loss.kl_coef, "kl_estimator": recipe.kl_estimator}
+    return PolicyLoss(**fields)
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:

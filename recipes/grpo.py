@@ -4,29 +4,28 @@ Step s (version s of the weights, after s - 1 updates):
 
     to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
-    to_score("reference")  with kl_coef only: the rollout sleeps, the reference reloads
+    to_score("reference")  with loss.kl_coef only: the rollout sleeps, the reference reloads
     compute_ref_log_prob   log-probabilities under the weights before the first update
     to_score()             the trainer's parameters replace the reference
     compute_log_prob       log-probabilities under the weights that sampled; their mismatch to the
                            rollout's log-probabilities is reported
     compute_reward         the task's score of every answer
     to_train()             the trainer reloads its optimizer
-    compute_advantages     reward compared with the other answers to the same prompt
-    update_actor           one clipped policy-gradient update on the answers with a reward, with
-                           kl_coef times the KL divergence from the reference
+    compute_advantages     rewards compared by grpo.baseline and grpo.scale (`recipes.advantages`)
+    update_actor           epochs x mini_batches updates by the loss of section `loss`
+
+Updates take the answers with a reward, and with loss.mask_cut_off only those that ended. Their
+order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from recipes.advantages import compute_advantages, groups_without_signal
 from recipes.config.recipe import Recipe
-from recipes.figures import centered, deviation, step_row
+from recipes.figures import step_row
 from recipes.loop import Loop
-from recipes.sampling import scored
-
-EPSILON = 1e-6  # verl's; TRL adds 1e-4
+from recipes.sampling import taught
+from recipes.updates import mini_batches, update
 
 
 class GrpoLoop(Loop):
@@ -34,76 +33,31 @@ class GrpoLoop(Loop):
 
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        grpo = recipe.grpo
-        return {
-            "clip_eps_low": grpo.clip_low,
-            "clip_eps_high": grpo.clip_high,
-            "kl_loss_coef": grpo.kl_coef,
-            "reference": grpo.kl_coef > 0,
-            "decay_steps": recipe.steps if recipe.trainer.lr_decay else None,
-        }
+        updates = recipe.steps * recipe.updates_per_step
+        return {"decay_steps": updates if recipe.trainer.lr_decay else None}
 
     def train_step(self, step: int) -> dict[str, Any]:
-        grpo, tasks = self.setup.recipe.grpo, self.setup.tasks.trained
+        recipe, grpo = self.setup.recipe, self.setup.recipe.grpo
         samples, scoring = self.sample(step)
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
         self.to_train()
+        rewards = [score.reward for score in scores]
         with self.stage("compute_advantages"):
-            rewards = [score.reward for score in scores]
-            advantages = compute_advantages(rewards, grpo.samples_per_prompt, grpo.normalize_std)
+            advantages = compute_advantages(recipe, rewards, logprobs, ref_logprobs)
         learning = {
             "old_logprobs": logprobs,
             "advantages": advantages,
-            "ref_logprobs": ref_logprobs,
+            "ref_logprobs": ref_logprobs if recipe.kl_in == "loss" else None,
             "routed_experts": samples.routed_experts,
         }
-        batch = samples.batch(self.temperature, **learning).select(scored(scores))
+        rows = taught(samples, scores, recipe.loss.mask_cut_off)
+        batch = samples.batch(self.temperature, **learning).select(rows)
+        parts = mini_batches(len(batch), grpo.epochs, grpo.mini_batches, recipe.seed, step)
         with self.stage("update_actor"):
-            learned = self.trainer.update_actor(batch)
-        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds, tasks)
-        row["groups_without_signal"] = groups_without_signal(advantages, grpo.samples_per_prompt)
+            learned = update(self.trainer.update_actor, batch, parts)
+        seconds, tasks = self.monitor.seconds, self.setup.tasks.trained
+        row = step_row(samples, scores, logprobs, ref_logprobs, seconds, tasks)
+        row["groups_without_signal"] = groups_without_signal(rewards, grpo.samples_per_prompt)
         return learned | row | unreplayed
-
-
-def compute_advantages(
-    rewards: Sequence[float | None], group_size: int, normalize_std: bool
-) -> list[float]:
-    """Compare each reward with the rewards of its group.
-
-    The advantage is reward - mean, or with `normalize_std` (reward - mean) / (deviation + 1e-6),
-    with mean and sample deviation of the group, in fp64. So a group keeps its signal at any size
-    and offset of its rewards, unless their differences are far below 1e-6. Equal rewards get
-    exactly 0.
-
-    Source: Shao et al., "DeepSeekMath" (2024), with the sample deviation and the added constant of
-    verl (`compute_grpo_outcome_advantage`). TRL adds 1e-4.
-
-    Args:
-        rewards: Rewards of whole groups, whose answers are adjacent. An answer whose reward is None
-            or NaN is left out of its group and gets 0; leave it out of the update, too.
-        group_size: Answers of each group.
-        normalize_std: Whether to divide by the deviation.
-
-    Returns:
-        An advantage for each reward.
-
-    Raises:
-        ValueError: The last group is not whole.
-    """
-    if len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} rewards are no multiple of {group_size}; pass all groups")
-    groups = np.array(rewards, dtype=np.float64).reshape(-1, group_size)  # NaN for None
-    advantages = np.zeros_like(groups)
-    for group, result in zip(groups, advantages, strict=True):
-        known = ~np.isnan(group)
-        if known.any():
-            scale = deviation(group[known]) + EPSILON if normalize_std else 1.0
-            result[known] = centered(group[known]) / scale
-    return advantages.ravel().tolist()
-
-
-def groups_without_signal(advantages: Sequence[float], group_size: int) -> int:
-    """Count the groups whose advantages are all 0, which teach nothing."""
-    return int(np.sum(~np.reshape(advantages, (-1, group_size)).any(axis=1)))

@@ -144,8 +144,8 @@ class Loop(abc.ABC):
             self.cycle.to_score(model)
 
     def score_by_reference(self, samples: Samples) -> PerToken | None:
-        """Return the samples' log-probabilities under the reference; None without `kl_coef`."""
-        if not self.setup.recipe.loop.kl_coef:
+        """Return log-probabilities under the reference; None without `loss.kl_coef`."""
+        if not self.setup.recipe.loss.kl_coef:
             return None
         # With adapters, the reference is their frozen base, which the policy has on the device.
         self.to_score(PARAMS if self.setup.recipe.lora.rank else REFERENCE)

@@ -4,7 +4,7 @@ Step s (version s of the weights):
 
     to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
-    to_score("reference")  with kl_coef only: the rollout sleeps, the reference reloads
+    to_score("reference")  with loss.kl_coef only: the rollout sleeps, the reference reloads
     compute_ref_log_prob   log-probabilities under the weights before the first update
     to_score("critic")     the critic replaces the reference
     compute_values         the critic's estimate of the reward after every token
@@ -15,29 +15,25 @@ Step s (version s of the weights):
     to_train()             critic and both optimizers reload
     compute_advantages     rewards of tokens (`token_rewards`), then GAE and whitening
     update_critic          epochs x mini_batches updates on the clipped squared error to the returns
-    update_actor           as many clipped policy-gradient updates; none in the first
+    update_actor           as many updates by the loss of section `loss`; none in the first
                            critic_warmup_steps steps
 
-Both updates take the answers with a reward.
-
-The order of the answers in the updates is a function of (recipe.seed, step), like prompts and
-sampling seeds.
+Both updates take the answers with a reward, and with loss.mask_cut_off only those that ended. Their
+order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
-import random
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from recipes.config.models import PpoSection
+from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
-from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios, step_row
+from recipes.figures import Numbers, by_answer, centered, deviation, flat, step_row
 from recipes.loop import Loop
-from recipes.sampling import scored
+from recipes.sampling import taught
+from recipes.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
 
@@ -47,8 +43,7 @@ class PpoLoop(Loop):
 
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        ppo, decays = recipe.ppo, recipe.trainer.lr_decay
-        a_step = ppo.epochs * ppo.mini_batches
+        ppo, decays, a_step = recipe.ppo, recipe.trainer.lr_decay, recipe.updates_per_step
         learning_steps = max(1, recipe.steps - ppo.critic_warmup_steps)
         critic = CriticConfig(
             learning_rate=ppo.critic_learning_rate,
@@ -56,9 +51,6 @@ class PpoLoop(Loop):
             value_clip=ppo.value_clip,
         )
         return {
-            "clip_eps_low": ppo.clip_low,
-            "clip_eps_high": ppo.clip_high,
-            "reference": ppo.kl_coef > 0,
             "decay_steps": learning_steps * a_step if decays else None,
             "critic": critic,
         }
@@ -79,10 +71,12 @@ class PpoLoop(Loop):
             "values": values,
             "routed_experts": samples.routed_experts,
         }
-        batch = samples.batch(self.temperature, **learning).select(scored(scores))
+        rows = taught(samples, scores, recipe.loss.mask_cut_off)
+        batch = samples.batch(self.temperature, **learning).select(rows)
+        learned = dict[str, float]()
         with self.stage("compute_advantages"):
-            rewards = [score.reward for score in scores if score.reward is not None]
-            batch, learned = with_advantages(batch, rewards, ppo)
+            if rewards := [reward for row in rows if (reward := scores[row].reward) is not None]:
+                batch, learned = with_advantages(batch, rewards, recipe)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
             learned |= update(trainer.update_critic, batch, parts)
@@ -95,17 +89,15 @@ class PpoLoop(Loop):
 
 
 def with_advantages(
-    batch: SequenceBatch, rewards: Sequence[float], ppo: PpoSection
+    batch: SequenceBatch, rewards: Sequence[float], recipe: Recipe
 ) -> tuple[SequenceBatch, dict[str, float]]:
     """Return the batch with advantages and returns, and figures of both.
 
     `batch` has old log-probabilities, values and, with a reference, its log-probabilities.
     """
     assert batch.old_logprobs is not None and batch.values is not None
-    lengths, values = list(map(len, batch.response_ids)), flat(batch.values)
-    penalties = np.zeros(len(values))
-    if batch.ref_logprobs is not None:
-        penalties = ppo.kl_coef * log_ratios(batch.old_logprobs, batch.ref_logprobs)
+    ppo, lengths, values = recipe.ppo, list(map(len, batch.response_ids)), flat(batch.values)
+    penalties = flat(kl_penalties(recipe, batch.old_logprobs, batch.ref_logprobs))
     earned = token_rewards(rewards, penalties, lengths)
     advantages, returns = compute_advantages(earned, values, lengths, ppo.gamma, ppo.gae_lambda)
     figures = {
@@ -116,21 +108,22 @@ def with_advantages(
         advantages = whiten(advantages)
     learning = {"advantages": advantages, "returns": returns}
     parts: dict[str, Any] = {name: by_answer(part, lengths) for name, part in learning.items()}
-    return replace(batch, ref_logprobs=None, **parts), figures
+    reference = batch.ref_logprobs if recipe.kl_in == "loss" else None
+    return replace(batch, ref_logprobs=reference, **parts), figures
 
 
 def token_rewards(rewards: Sequence[float], penalties: Numbers, lengths: Sequence[int]) -> Numbers:
-    """Return the reward of every token: its penalty, and at the last token the answer's reward.
+    """Return the reward of every token: minus its penalty, and at the end the answer's reward.
 
     Args:
         rewards: Reward of each answer.
-        penalties: kl_coef * (reference - policy log-probability) of every token, or 0.
+        penalties: Penalty of every token (`kl_penalties`).
         lengths: Tokens of each answer.
 
     Returns:
         A reward for each token, answer by answer.
     """
-    sizes, per_token = np.array(lengths), penalties.copy()
+    sizes, per_token = np.array(lengths), -penalties
     ends = np.cumsum(sizes)[sizes > 0]
     per_token[ends - 1] += np.array(rewards)[sizes > 0]
     return per_token
@@ -178,32 +171,6 @@ def whiten(numbers: Numbers) -> Numbers:
     Source: `masked_whiten` of TRL and verl, which take the sample variance, too.
     """
     return centered(numbers) / np.sqrt(deviation(numbers) ** 2 + 1e-8)
-
-
-def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """Return the answers of each update: a pass shuffles `count` answers into `number` parts.
-
-    If there are fewer answers than parts, there are as many parts as answers.
-    """
-    parts: list[list[int]] = []
-    number = min(count, number)
-    for epoch in range(epochs):
-        order = list(range(count))
-        random.Random(f"{seed}/mini_batches/{step}/{epoch}").shuffle(order)
-        parts += [
-            order[count * part // number : count * (part + 1) // number] for part in range(number)
-        ]
-    return parts
-
-
-def update(
-    learn: Callable[[SequenceBatch], dict[str, float]],
-    batch: SequenceBatch,
-    parts: Sequence[Sequence[int]],
-) -> dict[str, float]:
-    """Run one optimizer step on each part and return the means of their figures."""
-    figures = [learn(batch.select(part)) for part in parts]
-    return {name: statistics.fmean(map(itemgetter(name), figures)) for name in figures[0]}
 
 
 def explained_variance(values: Numbers, returns: Numbers) -> float:

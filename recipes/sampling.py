@@ -73,6 +73,14 @@ def scored(scores: Sequence[Score]) -> list[int]:
     return [index for index, score in enumerate(scores) if score.reward is not None]
 
 
+def taught(samples: Samples, scores: Sequence[Score], mask_cut_off: bool) -> list[int]:
+    """Return the indices of the answers from which updates learn.
+
+    Each has a reward; with `mask_cut_off`, max_tokens did not cut it off.
+    """
+    return [index for index in scored(scores) if samples.ended[index] or not mask_cut_off]
+
+
 def sampling_seed(seed: int, step: int, index: int) -> int:
     """Return a seed below 2**63 for the samples of one prompt of one step."""
     return hash_text(f"{seed}/sampling/{step}/{index}") >> 1

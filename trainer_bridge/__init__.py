@@ -1,6 +1,6 @@
 """The trainer and its bridge to a rollout on the same device; ray is imported on first use."""
 
-from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
+from trainer_bridge.config import CriticConfig, LoraConfig, PolicyLoss, TrainerConfig
 from trainer_bridge.coordinator import open_inprocess, open_ray
 from trainer_bridge.cycle import Cycle
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
@@ -19,6 +19,7 @@ __all__ = [
     "Cycle",
     "CycleError",
     "LoraConfig",
+    "PolicyLoss",
     "RankFailed",
     "SequenceBatch",
     "Trainer",

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -12,6 +12,8 @@ from rollout.model import resolve_model
 from trainer_bridge.tags import TRAINER_TAGS
 
 Dtype = Literal["float32", "bfloat16"]
+LossKind = Literal["ppo", "gspo", "cispo"]
+Aggregation = Literal["token", "sequence", "constant"]
 Checkpointing = Literal["layers", "mlp", "none"]
 DTYPES = ("float32", "bfloat16")
 _CHECKPOINTING = ("layers", "mlp", "none")
@@ -90,6 +92,68 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """The loss of a policy's update.
+
+    It is a sum over response tokens of the terms of `kind`, of `kl_coef` times the KL divergence
+    from the reference, and of -`entropy_coef` times the entropy. Formulas and sources are in
+    docs/losses.md.
+
+    Attributes:
+        kind: Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probabilities with
+            clipped weights (cispo).
+        aggregation: What is averaged: all tokens (token), answers, each the mean of its tokens
+            (sequence), or all tokens with `max_tokens` in place of each answer's length (constant).
+        max_tokens: Tokens of the longest answer, at least 1, for aggregation="constant".
+        clip_low: The importance ratio is clipped to [1 - low, 1 + high]; in (0, 1].
+        clip_high: See `clip_low`; finite, positive.
+        dual_clip: Largest ratio of a token with a negative advantage, above 1; None does not limit
+            it. Not for cispo.
+        kl_coef: Weight of the KL divergence from the reference; finite, not negative.
+        kl_estimator: Estimate of that divergence, k2 or k3 (`kl_terms`).
+        entropy_coef: Weight of the entropy, which the loss rewards; finite, not negative.
+    """
+
+    kind: LossKind = "ppo"
+    aggregation: Aggregation = "token"
+    max_tokens: int | None = None
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        constant, dual = self.aggregation == "constant", self.dual_clip
+        bounded = dual is None or (1 < dual < math.inf and self.kind != "cispo")
+        _check(
+            self,
+            (
+                "kind",
+                get_args(LossKind).__contains__,
+                f"use one of {', '.join(get_args(LossKind))}",
+            ),
+            (
+                "aggregation",
+                get_args(Aggregation).__contains__,
+                f"use one of {', '.join(get_args(Aggregation))}",
+            ),
+            ("max_tokens", *_COUNT_OR_NONE),
+            (
+                "max_tokens",
+                bool(self.max_tokens) or not constant,
+                "aggregation='constant' needs it",
+            ),
+            ("clip_low", 0 < self.clip_low <= 1, "must be in (0, 1]"),
+            ("clip_high", *_POSITIVE),
+            ("dual_clip", bounded, "must be above 1, or None; with kind='cispo' only None"),
+            ("kl_coef entropy_coef", *_FINITE),
+            ("kl_estimator", ("k2", "k3").__contains__, "use k2 or k3"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """Configuration of one FSDP2 trainer.
 
@@ -110,9 +174,7 @@ class TrainerConfig:
         betas: AdamW's decay rates of the two moments, each in [0, 1).
         adam_eps: AdamW's epsilon; finite, positive.
         max_grad_norm: Gradient norm above which gradients are scaled down; None does not clip.
-        clip_eps_low: The importance ratio is clipped to [1 - low, 1 + high]; in (0, 1].
-        clip_eps_high: See `clip_eps_low`; finite, positive.
-        kl_loss_coef: Weight of the KL divergence from the reference in the policy's loss.
+        loss: The loss of the policy's updates.
         router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts
             (`load_balance`) in the policy's loss.
         fp32_router: Compute the logits and the weights of a mixture's routers in fp32.
@@ -146,9 +208,7 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    clip_eps_low: float = 0.2
-    clip_eps_high: float = 0.2
-    kl_loss_coef: float = 0.0
+    loss: PolicyLoss = PolicyLoss()
     router_aux_loss_coef: float = 0.0
     fp32_router: bool = False
     critic: CriticConfig | None = None
@@ -176,14 +236,13 @@ class TrainerConfig:
             ("dtype", self.dtype in DTYPES, f"use {dtypes}"),
             ("param_dtype", self.param_dtype in (None, *DTYPES), f"use {dtypes}, or None"),
             ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {modes}"),
-            ("learning_rate weight_decay kl_loss_coef router_aux_loss_coef", *_FINITE),
-            ("adam_eps clip_eps_high", *_POSITIVE),
+            ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
+            ("adam_eps", *_POSITIVE),
             ("decay_steps threads", *_COUNT_OR_NONE),
             ("micro_batch_size", *_COUNT),
             ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
-            ("clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]"),
-            ("kl_loss_coef", self.reference or not self.kl_loss_coef, "needs reference=True"),
+            ("loss", self.reference or not self.loss.kl_coef, "kl_coef needs reference=True"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),

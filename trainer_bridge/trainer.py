@@ -234,21 +234,19 @@ class Trainer(SaverSide):
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         """Run one AdamW step of the policy.
 
-        The loss is the clipped policy-gradient loss, averaged over all response tokens of the
-        batch. `kl_loss_coef` times the KL divergence from the reference is added (`kl_k3`, averaged
-        over the same tokens), and `router_aux_loss_coef` times the load-balance loss of each micro
-        batch, weighted by its share of these tokens. Needs tags `params` and `optim` reloaded.
+        The loss is `config.loss` (`PolicyLoss`) over the response tokens of the batch, plus
+        `router_aux_loss_coef` times the load-balance loss of each micro batch, weighted by its
+        share of these tokens. Needs tags `params` and `optim` reloaded.
 
         Args:
             batch: Sequences with `old_logprobs` and `advantages`, and with `ref_logprobs` if the
                 loss has a KL term.
 
         Returns:
-            loss, grad_norm (before clipping), clip_fraction (share of tokens without gradient,
-            because the loss clips their ratio), its parts clip_fraction_low (ratio below
-            1 - clip_eps_low, negative advantage) and clip_fraction_high (ratio above
-            1 + clip_eps_high, positive advantage), approx_kl, entropy (nats), learning_rate and
-            tokens.
+            loss, grad_norm (before clipping), clip_fraction (share of tokens whose ratio the loss
+            clips, see `PolicyLoss`), its parts clip_fraction_low (ratio below 1 - clip_low) and
+            clip_fraction_high (ratio above 1 + clip_high), approx_kl, entropy (nats),
+            learning_rate and tokens.
 
         Raises:
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
@@ -258,18 +256,18 @@ class Trainer(SaverSide):
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
         needed = ["old_logprobs", "advantages"]
-        needed += ["ref_logprobs"] if self.config.kl_loss_coef else []
+        needed += ["ref_logprobs"] if self.config.loss.kl_coef else []
         check_learning("update_actor", batch, self.model.config, needed)
         self.zero_grad()
         learn = partial(policy_gradient, self.model, self.config, batch, self._runtime.world)
         size = self.config.micro_batch_size
-        means = add_gradients(self.model, batch, learn, size, self._runtime)
+        loss, *sums = add_gradients(self.model, batch, learn, size, self._runtime)
         self._offloader.await_content()
         rate = self._schedule.after(self.step)
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
         self._runtime.finish()  # the step's queued work counts as part of this stage
-        loss, low, high, kl, entropy = means
+        low, high, kl, entropy = (total / batch.num_tokens for total in sums)
         return {
             "loss": loss,
             "clip_fraction": low + high,

@@ -215,19 +215,25 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     """
     unused = "ppo" if recipe.algorithm == "grpo" else "grpo"
     idle = {unused: f"algorithm={recipe.algorithm}"}
-    # With one update a step, ratios are 1 and values have not moved, so clipping does nothing.
-    if recipe.algorithm == "grpo":
-        once = "algorithm=grpo, which makes one update a step"
-        idle |= {"grpo.clip_low": once, "grpo.clip_high": once}
-    elif recipe.ppo.epochs * recipe.ppo.mini_batches == 1:
-        once = "one update a step (ppo.epochs=1, ppo.mini_batches=1)"
-        idle |= dict.fromkeys(("ppo.clip_low", "ppo.clip_high", "ppo.value_clip"), once)
+    idle |= _idle_keys_of_loss(recipe)
     idle |= _idle_keys_of_task(recipe.task)
     if recipe.lora.rank == 0:
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
     if recipe.model.path is not None:
         named = f"model.path={recipe.model.path}"
         idle |= {"model.shape": named, "model.config": named}
+    return idle
+
+
+def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
+    idle = {}
+    if recipe.updates_per_step == 1:
+        # Ratios are 1 and values have not moved, so clipping does nothing.
+        keys = ("loss.clip_low", "loss.clip_high", "loss.dual_clip", "ppo.value_clip")
+        name = recipe.algorithm
+        idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
+    if not recipe.loss.kl_coef:
+        idle |= dict.fromkeys(("loss.kl_in", "loss.kl_estimator"), "loss.kl_coef=0")
     return idle
 
 

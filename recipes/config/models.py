@@ -30,6 +30,10 @@ BetweenZeroAndOne = Annotated[float, Field(gt=0, lt=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16"]
+LossKind = Literal["ppo", "gspo", "cispo"]
+Aggregation = Literal["token", "sequence", "constant"]
+Baseline = Literal["group", "leave_one_out", "batch"]
+Scale = Literal["group", "batch", "none"]
 Wish = Literal["auto", "always", "never"]
 Gpu = Literal["h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb"]
 GPUS = get_args(Gpu)
@@ -223,26 +227,62 @@ class SamplingSection:
 
 
 @section
+class LossSection:
+    """The loss of the policy's updates; docs/losses.md has the formulas.
+
+    Attributes:
+        kind: Clipped ratios of tokens (ppo) or of whole answers (gspo), or log-probabilities with
+            clipped weights (cispo).
+        aggregation: What the loss averages: all tokens (token), answers, each the mean of its
+            tokens (sequence), or all tokens with sampling.max_tokens as the length of every answer
+            (constant).
+        clip_low: How far the ratio may fall below 1.
+        clip_high: How far the ratio may rise above 1.
+        dual_clip: Largest ratio of a token with a negative advantage, such as 3; null: no limit.
+        kl_coef: Weight of the KL divergence from the reference; 0: no reference model.
+        kl_in: Whether that divergence is part of the loss or of the rewards; auto: of the loss with
+            grpo, of the rewards with ppo.
+        kl_estimator: Estimate of the divergence at a token: k1, k2 or k3; auto: k3 in the loss, k1
+            in the rewards.
+        entropy_coef: Weight of the entropy, which the loss rewards.
+        mask_cut_off: Whether updates leave out answers that max_tokens cut off; they still count in
+            the advantages of others.
+    """
+
+    kind: LossKind = "ppo"
+    aggregation: Aggregation = "token"
+    clip_low: UpToOne = 0.2
+    clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    kl_coef: PositiveOrZero = 0.0
+    kl_in: Literal["auto", "loss", "reward"] = "auto"
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    entropy_coef: PositiveOrZero = 0.0
+    mask_cut_off: bool = False
+
+
+@section
 class GrpoSection:
-    """One step of GRPO: answers to some prompts, rewards compared within a prompt, one update.
+    """One step of GRPO: answers to some prompts, advantages from their rewards alone, updates.
 
     Attributes:
         prompts_per_step: Prompts of one step.
-        samples_per_prompt: Answers to each prompt, whose rewards the advantages compare.
-        normalize_std: Whether a group's centered rewards are divided by their standard deviation.
-        clip_low: How far the ratio may fall below 1.
-        clip_high: How far the ratio may rise above 1.
-        kl_coef: Weight of the KL divergence from the initial weights in the loss; 0: no reference
-            model.
+        samples_per_prompt: Answers to each prompt, the group whose rewards the advantages compare.
+        baseline: What an answer's reward is compared with: the mean of its group, of the group's
+            other answers (leave_one_out, RLOO), or of all tokens of the step (batch, REINFORCE++).
+        scale: Deviation of rewards that divides the advantages: of the group, of the batch (all
+            answers of the step), or none.
+        epochs: Passes over the answers of a step.
+        mini_batches: Updates in one pass.
         router_replay: Whether the trainer routes tokens to the experts that the engine chose.
     """
 
     prompts_per_step: Count = 8
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    normalize_std: bool = True
-    clip_low: BetweenZeroAndOne = 0.2
-    clip_high: BetweenZeroAndOne = 0.2
-    kl_coef: PositiveOrZero = 0.0
+    samples_per_prompt: Count = 8
+    baseline: Baseline = "group"
+    scale: Scale = "group"
+    epochs: Count = 1
+    mini_batches: Count = 1
     router_replay: bool = False
 
 
@@ -258,10 +298,6 @@ class PpoSection:
         gamma: Discount of later rewards.
         gae_lambda: Decay of generalized advantage estimation.
         normalize_advantages: Whether advantages are normalized over all tokens of the step.
-        clip_low: How far the ratio may fall below 1.
-        clip_high: How far the ratio may rise above 1.
-        kl_coef: Weight of the KL divergence from the initial weights in each token's reward; 0: no
-            reference model.
         critic_learning_rate: Learning rate of the critic.
         value_clip: How far a value may move from the old one before its loss is clipped.
         critic_warmup_steps: Number of first steps that train only the critic.
@@ -275,9 +311,6 @@ class PpoSection:
     gamma: UpToOne = 1.0
     gae_lambda: UpToOne = 0.95
     normalize_advantages: bool = True
-    clip_low: BetweenZeroAndOne = 0.2
-    clip_high: BetweenZeroAndOne = 0.2
-    kl_coef: PositiveOrZero = 0.0
     critic_learning_rate: BetweenZeroAndOne = 1e-5
     value_clip: Positive = 0.2
     critic_warmup_steps: CountOrZero = 0

@@ -55,6 +55,7 @@ class Recipe:
         trainer: The optimizer and the training step.
         lora: Adapters.
         sampling: Sampling of training answers.
+        loss: The loss of the policy's updates.
         grpo: A step of GRPO.
         ppo: A step of PPO.
         eval: Evaluations.
@@ -77,6 +78,7 @@ class Recipe:
     trainer: models.TrainerSection = Field(default_factory=models.TrainerSection)
     lora: models.LoraSection = Field(default_factory=models.LoraSection)
     sampling: models.SamplingSection = Field(default_factory=models.SamplingSection)
+    loss: models.LossSection = Field(default_factory=models.LossSection)
     grpo: models.GrpoSection = Field(default_factory=models.GrpoSection)
     ppo: models.PpoSection = Field(default_factory=models.PpoSection)
     eval: models.EvalSection = Field(default_factory=models.EvalSection)
@@ -93,6 +95,23 @@ class Recipe:
     def loop(self) -> models.GrpoSection | models.PpoSection:
         """Return the section of the algorithm."""
         return self.grpo if self.algorithm == "grpo" else self.ppo
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return the number of the policy's updates in one step."""
+        return self.loop.epochs * self.loop.mini_batches
+
+    @property
+    def kl_in(self) -> Literal["loss", "reward"]:
+        """Return where the KL divergence from the reference counts."""
+        usual: Literal["loss", "reward"] = "loss" if self.algorithm == "grpo" else "reward"
+        return usual if self.loss.kl_in == "auto" else self.loss.kl_in
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """Return the estimate of the KL divergence from the reference at a token."""
+        usual: Literal["k1", "k3"] = "k3" if self.kl_in == "loss" else "k1"
+        return usual if self.loss.kl_estimator == "auto" else self.loss.kl_estimator
 
     def value(self, key: str) -> Any:
         """Return the value of a full key.
@@ -117,8 +136,8 @@ class Recipe:
         absent: dict[Tag, str] = {}
         if self.algorithm != "ppo":
             absent |= {"critic": "algorithm=ppo", "critic_optim": "algorithm=ppo"}
-        if not self.loop.kl_coef:
-            absent["reference"] = f"{self.algorithm}.kl_coef above 0"
+        if not self.loss.kl_coef:
+            absent["reference"] = "loss.kl_coef above 0"
         elif self.lora.rank:  # The frozen base of the adapters is the reference.
             absent["reference"] = "lora.rank=0"
         if self.trainer.optimizer_offload:
@@ -245,8 +264,8 @@ class Recipe:
             rule = "needs checkpoints to continue from, and checkpoint.every=0"
             yield "checkpoint.max_restarts", rule
         yield from self._faults_of_evaluation()
-        if self.algorithm == "ppo":
-            yield from self._faults_of_ppo()
+        yield from self._faults_of_loss()
+        yield from self._faults_of_ppo() if self.algorithm == "ppo" else self._faults_of_grpo()
 
     def _faults_of_evaluation(self) -> Faults:
         section, temperature = self.eval, self.eval.temperature
@@ -260,11 +279,26 @@ class Recipe:
         if section.patience and section.best is None:
             yield "eval.patience", "needs a figure to improve, and eval.best=null"
 
+    def _faults_of_loss(self) -> Faults:
+        answers = self.loop.prompts_per_step * self.loop.samples_per_prompt
+        if self.loop.mini_batches > answers:
+            yield f"{self.algorithm}.mini_batches", f"exceeds the step's {answers} answers"
+        if self.loss.dual_clip is not None and self.loss.kind == "cispo":
+            yield "loss.dual_clip", "excludes loss.kind=cispo, which limits all ratios"
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            rule = "teaches nothing in a loss, because its expected gradient is 0"
+            yield "loss.kl_estimator", rule, "set loss.kl_estimator=k3, or loss.kl_in=reward"
+
+    def _faults_of_grpo(self) -> Faults:
+        grpo = self.grpo
+        if grpo.baseline == "batch" and grpo.scale == "group":
+            yield "grpo.scale", "excludes grpo.baseline=batch", "set grpo.scale=batch"
+        if grpo.baseline != "batch" and grpo.samples_per_prompt == 1:
+            rule = f"leaves grpo.baseline={grpo.baseline} nothing to compare an answer with"
+            yield "grpo.samples_per_prompt", rule, "set grpo.samples_per_prompt=8"
+
     def _faults_of_ppo(self) -> Faults:
-        ppo, warmup = self.ppo, self.ppo.critic_warmup_steps
-        answers = ppo.prompts_per_step * ppo.samples_per_prompt
-        if ppo.mini_batches > answers:
-            yield "ppo.mini_batches", f"exceeds the step's {answers} answers"
+        warmup = self.ppo.critic_warmup_steps
         if warmup >= self.steps:
             rule = f"leaves none of steps={self.steps} to the policy"
             yield "ppo.critic_warmup_steps", rule

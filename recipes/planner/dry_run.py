@@ -350,10 +350,14 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     answers = min(2 * recipe.trainer.micro_batch_size, math.ceil(per_step / recipe.cluster.size))
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
-    if isinstance(loop, PpoSection):  # First, because fewer answers may not fill its mini batches.
-        loop = dataclasses.replace(loop, epochs=1, mini_batches=1, critic_warmup_steps=0)
+    # First, because fewer answers may not fill the mini batches.
+    loop = dataclasses.replace(loop, epochs=1, mini_batches=1)
+    if isinstance(loop, PpoSection):
+        loop = dataclasses.replace(loop, critic_warmup_steps=0)
     loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
-    fields: dict[str, Any] = {recipe.algorithm: loop}
+    # All planned answers are cut off.
+    loss = dataclasses.replace(recipe.loss, mask_cut_off=False)
+    fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))
     wrong = Score(reward=0.0, exact=False)

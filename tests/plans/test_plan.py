@@ -169,7 +169,7 @@ def test_command_prints_draws_and_writes_a_plan(tmp_path: Path, capsys: Capture)
 
 def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
     """Print a plan with all eight tags; up to 80 columns show sums."""
-    plan = plan_of(recipes.load("tiny-ppo", ["ppo.kl_coef=0.1"]), "tiny-ppo", gpu=None)
+    plan = plan_of(recipes.load("tiny-ppo", ["loss.kl_coef=0.1"]), "tiny-ppo", gpu=None)
     for width in (60, 80, 120, 200):
         console = Console(width=width, file=io.StringIO())
         print_plan(plan, console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from fractions import Fraction
@@ -14,16 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
-from recipes.config.models import PpoSection
 from recipes.figures import by_answer, flat
-from recipes.grpo import GrpoLoop
 from recipes.ppo import (
     PpoLoop,
     compute_advantages,
     explained_variance,
-    mini_batches,
     token_rewards,
-    update,
     whiten,
     with_advantages,
 )
@@ -92,9 +87,9 @@ def test_whiten_normalizes_over_all_tokens(steps: list[int], place: tuple[float,
         assert statistics.stdev(white) == pytest.approx(1, rel=1e-3)
 
 
-def test_token_rewards_are_penalties_plus_the_reward_at_the_last_token() -> None:
+def test_token_rewards_are_the_reward_at_the_last_token_minus_penalties() -> None:
     lengths = [2, 1, 0, 1]
-    earned = token_rewards([1.0, 0.5, 9.0, -1.0], np.array([-0.05, 0.1, 0.0, 0.2]), lengths)
+    earned = token_rewards([1.0, 0.5, 9.0, -1.0], np.array([0.05, -0.1, 0.0, -0.2]), lengths)
     assert earned.tolist() == pytest.approx([-0.05, 1.1, 0.5, -0.8])
 
 
@@ -103,60 +98,17 @@ def test_penalties_are_the_coefficient_times_the_distance_from_the_reference() -
     ids: dict[str, Any] = {"prompt_ids": [[1], [2]], "response_ids": [[3, 4], [5]]}
     scored = {"old_logprobs": [[-1.0, -2.0], [-3.0]], "values": [[0.0, 0.0], [0.0]]}
     reference = [[-1.5, -1.0], [-3.0]]
-    plain = {"gamma": 1.0, "gae_lambda": 1.0, "normalize_advantages": False, "kl_coef": 0.1}
+    words = ["ppo.gae_lambda=1", "ppo.normalize_advantages=false", "loss.kl_coef=0.1"]
+    recipe = recipes.load("tiny-ppo", words)
     for first, expected in ((None, [[1.0, 1.0], [0.5]]), (reference, [[1.05, 1.1], [0.5]])):
         batch = SequenceBatch(**ids, **scored, ref_logprobs=first)
-        learning, figures = with_advantages(batch, [1.0, 0.5], PpoSection(**plain))
+        learning, figures = with_advantages(batch, [1.0, 0.5], recipe)
         assert learning.returns == learning.advantages
         assert learning.returns == [pytest.approx(row) for row in expected]
         assert learning.ref_logprobs is None and learning.old_logprobs == batch.old_logprobs
         assert figures["value_explained_variance"] == 0
         tokens = [reward for row in expected for reward in row]
         assert figures["advantage_std"] == pytest.approx(statistics.stdev(tokens))
-
-
-@EXACT
-@given(st.integers(1, 40), st.integers(1, 3), st.data())
-def test_mini_batches_of_a_pass_have_each_answer_once_in_even_parts(
-    count: int, epochs: int, data: st.DataObject
-) -> None:
-    wanted = data.draw(st.integers(1, count + 2))
-    parts, parts_a_pass = mini_batches(count, epochs, wanted, 0, 1), min(wanted, count)
-    assert len(parts) == epochs * parts_a_pass and all(parts)
-    for epoch in range(epochs):
-        of_pass = parts[epoch * parts_a_pass : (epoch + 1) * parts_a_pass]
-        assert sorted(row for part in of_pass for row in part) == list(range(count))
-        assert max(map(len, of_pass)) - min(map(len, of_pass)) <= 1
-
-
-def test_order_of_mini_batches_is_a_function_of_seed_and_step() -> None:
-    first = mini_batches(30, 2, 3, 0, 1)
-    assert first == mini_batches(30, 2, 3, 0, 1)
-    assert first[:3] != first[3:]
-    places = itertools.product(range(3), repeat=2)
-    assert len({str(mini_batches(30, 1, 1, seed, step)) for seed, step in places}) == 9
-
-
-def test_update_returns_means_of_figures_and_passes_each_part_once() -> None:
-    batches: list[SequenceBatch] = []
-
-    class Trainer:
-        def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-            batches.append(batch)
-            return {"value_loss": float(len(batches))}
-
-    fields: dict[str, Any] = {
-        "values": [[1.0], [2.0, 3.0], [4.0]],
-        "returns": [[0.0], [0.0, 0.0], [0.0]],
-    }
-    batch = SequenceBatch(
-        prompt_ids=[[1], [2], [3]], response_ids=[[4], [5, 6], [7]], temperature=0.7, **fields
-    )
-    assert update(Trainer().update_critic, batch, [[2, 0], [1]]) == {"value_loss": 1.5}
-    assert [part.prompt_ids for part in batches] == [[[3], [1]], [[2]]]
-    assert [part.values for part in batches] == [[[4.0], [1.0]], [[2.0, 3.0]]]
-    assert {part.temperature for part in batches} == {0.7}
-    assert batches[0].old_logprobs is None and batches[0].advantages is None
 
 
 def test_explained_variance_is_1_for_perfect_and_0_for_constant_critics() -> None:
@@ -183,12 +135,6 @@ def test_trainer_fields_follow_from_the_algorithms_section() -> None:
     words += ["ppo.critic_warmup_steps=4", "ppo.value_clip=0.5"]
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", [*words, "trainer.lr_decay=true"]))
     assert fields["decay_steps"] == 6 * 6 and fields["critic"].decay_steps == 10 * 6
-    assert (
-        fields["critic"].value_clip == 0.5 and fields["reference"] and "kl_loss_coef" not in fields
-    )
-    fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", ["ppo.kl_coef=0"]))
+    assert fields["critic"].value_clip == 0.5
+    fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo"))
     assert fields["decay_steps"] is fields["critic"].decay_steps is None
-    assert fields["reference"] is False
-    fields = GrpoLoop.trainer_fields(recipes.load("tiny", ["grpo.kl_coef=0.1"]))
-    assert (fields["kl_loss_coef"], fields["reference"]) == (0.1, True) and "critic" not in fields
-    assert not GrpoLoop.trainer_fields(recipes.load("tiny"))["reference"]

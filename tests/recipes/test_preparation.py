@@ -81,7 +81,7 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     plain = prepare(recipes.load("tiny"), tmp_path)
     undecided = prepare(recipes.load("tiny", ["cycle.resident=auto"]), tmp_path)
     assert trainer_config(undecided).leaving == ()
-    ppo = ["algorithm=ppo", "ppo.kl_coef=0.1", "cycle.resident=[critic]", "cycle.alias=never"]
+    ppo = ["algorithm=ppo", "loss.kl_coef=0.1", "cycle.resident=[critic]", "cycle.alias=never"]
     everything = prepare(recipes.load("tiny-ppo", ppo), tmp_path)
     assert trainer_config(everything).leaving == ("params", "optim", "critic_optim", "reference")
     served = prepare(recipes.load("tiny", ["cycle.resident=[]", "cycle.alias=always"]), tmp_path)

@@ -79,7 +79,7 @@ def test_resumed_ppo_run_equals_an_uninterrupted_one(
 
 
 def test_grpo_with_reference_adds_the_kl_penalty_to_the_loss(make_run: MakeRun) -> None:
-    held = rows(make_run("tiny", *SMALL, "steps=3", "grpo.kl_coef=0.5"), "train")
+    held = rows(make_run("tiny", *SMALL, "steps=3", "loss.kl_coef=0.5"), "train")
     free = rows(make_run("tiny", *SMALL, "steps=5"), "train")
     # In the first step no answer is right, so nothing is learned from it.
     assert held[1]["loss"] == free[1]["loss"] and held[1]["kl_to_reference"] == 0
@@ -97,7 +97,7 @@ def test_grpo_with_reference_adds_the_kl_penalty_to_the_loss(make_run: MakeRun) 
     assert "value_loss" not in held[1]
 
 
-ADAPTERS = ["lora.rank=8", "trainer.learning_rate=5e-3", "grpo.kl_coef=1e-3"]
+ADAPTERS = ["lora.rank=8", "trainer.learning_rate=5e-3", "loss.kl_coef=1e-3"]
 ADAPTERS += ["grpo.prompts_per_step=24", "steps=14"]
 ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.resident=[weights]"]
 

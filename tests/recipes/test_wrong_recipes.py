@@ -62,8 +62,8 @@ RULES = [
     ("tiny", "cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
     ("qwen2.5-7b", f"{TWO} device=cuda:1", "device=cuda:1: names one of the 2 devices of cluster"),
     ("tiny", "cycle.resident=[optim,critic]", "with algorithm=ppo; set cycle.resident=[optim]"),
-    ("tiny", "cycle.resident=[reference]", "reference exists only with grpo.kl_coef above 0"),
-    ("tiny-ppo", "ppo.kl_coef=1 lora.rank=1 cycle.resident=[reference]", "only with lora.rank=0"),
+    ("tiny", "cycle.resident=[reference]", "reference exists only with loss.kl_coef above 0"),
+    ("tiny-ppo", "loss.kl_coef=1 lora.rank=1 cycle.resident=[reference]", "only with lora.rank=0"),
     ("tiny", "cycle.overlap=[critic_optim]", "critic_optim exists only with algorithm=ppo"),
     ("tiny", "trainer.optimizer_offload=true cycle.resident=[optim]", "only with trainer.opt"),
     ("tiny", "cycle.overlap=[optim] cycle.hand_over=always", "cycle.hand_over=always: excludes"),
@@ -83,8 +83,9 @@ RULES = [
 # Overrides without effect, and the reason.
 IDLE = [
     ("tiny", "ppo.gamma=0.9", "algorithm=grpo; change that, or drop ppo.gamma"),
-    ("tiny-ppo", "grpo.kl_coef=0.5", "algorithm=ppo"),
-    ("tiny", "grpo.clip_low=0.1", "algorithm=grpo, which makes one update a step"),
+    ("tiny-ppo", "grpo.scale=none", "algorithm=ppo"),
+    ("tiny", "loss.clip_low=0.1", "one update a step (grpo.epochs=1, grpo.mini_batches=1)"),
+    ("tiny", "loss.kl_in=reward", "loss.kl_coef=0"),
     (PPO, "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
     ("tiny", "lora.alpha=8", "lora.rank=0"),
     ("smollm2-135m", "model.config.hidden_size=8", "model.path=smollm2-135m"),

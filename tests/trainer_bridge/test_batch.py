@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.trainer_bridge.models import make_batch
 from tests.helpers.trainer_bridge.tolerance import assert_within, rounding
-from trainer_bridge import CriticConfig, SequenceBatch, TrainerConfig
+from trainer_bridge import CriticConfig, PolicyLoss, SequenceBatch, TrainerConfig
 from trainer_bridge.training.batch import MicroBatch, dispatch, lay_out
-from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs, value_clip
+from trainer_bridge.training.losses import token_logprobs, value_clip
 
 CPU = torch.device("cpu")
 
@@ -31,10 +31,9 @@ CPU = torch.device("cpu")
         ("betas", (0.9, 1.0)),
         ("adam_eps", 0.0),
         ("max_grad_norm", 0.0),
-        ("clip_eps_low", 0.0),
+        ("loss", PolicyLoss(kl_coef=0.1)),  # without reference=True
         ("micro_batch_size", 0),
         ("device", "tpu"),
-        ("kl_loss_coef", 0.1),  # without reference=True
     ],
 )
 def test_config_with_bad_field_is_refused_with_its_value(name: str, value: Any) -> None:
@@ -175,50 +174,6 @@ def test_token_logprobs_and_entropy_match_fp64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
-    [
-        (1.0, 2.0, -2.0, (0, 0)),
-        (1.5, 1.0, -1.3, (0, 1)),  # good token, more likely: clipped at 1 + high
-        (0.5, 1.0, -0.5, (0, 0)),  # good token, less likely: not clipped
-        (0.5, -1.0, 0.9, (1, 0)),  # bad token, less likely: clipped at 1 - low
-        (1.5, -1.0, 1.5, (0, 0)),  # bad token, more likely: not clipped
-        (1.5, 0.0, 0.0, (0, 0)),
-        (0.5, 0.0, 0.0, (0, 0)),
-    ],
-)
-def test_ppo_clip_gives_expected_loss_clip_counts_and_gradient(
-    ratio: float, advantage: float, loss: float, clipped: tuple[int, int]
-) -> None:
-    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    policy_loss, low, high, kl = ppo_clip(
-        logprobs, torch.zeros(1), torch.tensor([advantage]), 0.1, 0.3
-    )
-    assert float(policy_loss.detach()) == pytest.approx(loss)
-    assert (float(low), float(high)) == clipped
-    assert float(kl) == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
-    policy_loss.backward()
-    assert logprobs.grad is not None
-    assert float(logprobs.grad) == pytest.approx(0.0 if any(clipped) else -ratio * advantage)
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 2**31), st.floats(0.05, 0.9), st.floats(0.05, 3.0))
-def test_ppo_clip_counts_by_side_match_fp64(seed: int, low: float, high: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    new, old, advantages = torch.randn(3, 500, generator=generator)
-    ratio = (new - old).double().exp()
-    below, above = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
-    # fp32 may decide otherwise on tokens whose ratio is within its rounding of a limit.
-    close = ((ratio - 1 + low).abs() < 1e-5 * ratio) | ((ratio - 1 - high).abs() < 1e-5 * ratio)
-    loss, cut_low, cut_high, _ = ppo_clip(new, old, advantages, low, high)
-    assert abs(float(cut_low) - int(below.sum())) <= int(close.sum())
-    assert abs(float(cut_high) - int(above.sum())) <= int(close.sum())
-    gain = advantages.double()
-    terms = -torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
-    assert float(loss) == pytest.approx(float(terms.sum()), rel=1e-4, abs=1e-2)
-
-
-@pytest.mark.parametrize(
     ("value", "old", "wanted", "loss", "slope"),
     [
         (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),  # within the limit
@@ -246,14 +201,3 @@ def test_value_within_limit_is_not_counted_as_clipped() -> None:
     values.uniform_(-0.01, 0.01, generator=generator)
     assert ((old + (values - old)).square() > values.square()).any()
     assert float(value_clip(values, old, torch.zeros(1000), 0.2)[1]) == 0
-
-
-def test_k3_is_an_unbiased_estimate_of_kl() -> None:
-    generator = torch.Generator().manual_seed(0)
-    policy, reference = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
-    expected = (policy.exp() * (policy - reference)).sum()
-    estimate = sum(
-        policy[i].exp() * kl_k3(policy[i : i + 1], reference[i : i + 1]) for i in range(7)
-    )
-    torch.testing.assert_close(torch.as_tensor(estimate), expected)
-    assert all(kl_k3(policy[i : i + 1], reference[i : i + 1]) >= 0 for i in range(7))

@@ -26,7 +26,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, PolicyLoss, SequenceBatch, Trainer
 from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]
@@ -145,7 +145,7 @@ def test_policy_loss_with_kl_matches_plain_formula(
     loss = torch.cat(terms).mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    trainer = make_trainer(model_path, reference=True, kl_loss_coef=0.7)
+    trainer = make_trainer(model_path, reference=True, loss=PolicyLoss(kl_coef=0.7))
     with pytest.raises(ValueError, match="a SequenceBatch with .* and ref_logprobs"):
         trainer.update_actor(batch)
     learned = trainer.update_actor(dataclasses.replace(batch, ref_logprobs=first))

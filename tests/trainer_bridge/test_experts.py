@@ -16,7 +16,7 @@ from tests.helpers.trainer_bridge.models import make_batch, reference, write_mod
 from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
-from trainer_bridge import SequenceBatch
+from trainer_bridge import PolicyLoss, SequenceBatch
 from trainer_bridge.training.batch import lay_out
 from trainer_bridge.training.moe import NAME, expert_routers
 
@@ -51,7 +51,7 @@ def test_mixture_update_with_balance_loss_matches_transformers(
     trainer = make_trainer(
         path,
         device=device,
-        clip_eps_high=0.3,
+        loss=PolicyLoss(clip_high=0.3),
         router_aux_loss_coef=COEFFICIENT,
         activation_checkpointing=checkpointing,
         micro_batch_size=64,

@@ -31,7 +31,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import LoraConfig, Trainer
+from trainer_bridge import LoraConfig, PolicyLoss, Trainer
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.writer import LowRank
 
@@ -198,7 +198,7 @@ def test_updates_of_expert_adapters_match_one_expert_at_a_time(
     if family == "deepseek_v3":
         lora = dataclasses.replace(EXPERTS, target_modules=("experts",))
     how = {"activation_checkpointing": checkpointing, "device": device}
-    trainer = make_trainer(path, lora=lora, clip_eps_high=0.3, **STABLE, **how)
+    trainer = make_trainer(path, lora=lora, loss=PolicyLoss(clip_high=0.3), **STABLE, **how)
     model = plain_experts(path, trainer)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=STABLE["adam_eps"], weight_decay=0)

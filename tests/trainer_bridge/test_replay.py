@@ -32,7 +32,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import SequenceBatch, Trainer
+from trainer_bridge import PolicyLoss, SequenceBatch, Trainer
 from trainer_bridge.training.batch import lay_out
 
 EXPERTS, TOP_K = 6, 2
@@ -104,7 +104,7 @@ def test_replayed_scores_and_gradients_match_forced_routers(
     trainer = make_trainer(
         path,
         packed=packed,
-        clip_eps_high=0.3,
+        loss=PolicyLoss(clip_high=0.3),
         activation_checkpointing="layers" if packed else "mlp",
         micro_batch_size=3,
         **STABLE,

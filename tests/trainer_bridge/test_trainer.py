@@ -33,7 +33,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, PolicyLoss, SequenceBatch, Trainer
 
 Make = Callable[..., Trainer]
 LLAMA3_ROPE = {
@@ -158,7 +158,13 @@ def test_updates_match_plain_adamw_for_any_micro_batch_size(
         optimizer, start_factor=1.0, end_factor=end, total_iters=decay or 1
     )
     trainer = make_trainer(
-        path, device=device, clip_eps_high=0.3, decay_steps=decay, **STABLE, **adam, **changes
+        path,
+        device=device,
+        loss=PolicyLoss(clip_high=0.3),
+        decay_steps=decay,
+        **STABLE,
+        **adam,
+        **changes,
     )
     norm, max_norm, steps = 0.0, changes.get("max_grad_norm", 1.0), 4 if decay == 3 else 3
     for step in range(steps):

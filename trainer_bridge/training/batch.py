@@ -47,6 +47,11 @@ class MicroBatch:
             arguments |= {"packing": self.packing, "position_ids": self.packing.position_ids}
         return arguments
 
+    def token_counts(self) -> Tensor:
+        """Return the response tokens of each sequence, int64, on the micro batch's device."""
+        counts = torch.tensor(self.counts, dtype=torch.int64)
+        return send_together([counts], self.input_ids.device)[0]
+
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
         """Split N values by sequence; keys are indices of sequences in the batch."""
         out, start = {}, 0
@@ -63,8 +68,8 @@ class SequenceBatch:
 
     All fields but `temperature` have one entry per sequence. Scores need only the token ids.
     `update_actor` also needs `old_logprobs` and `advantages`, and `ref_logprobs` with
-    `kl_loss_coef`. `update_critic` needs `values` and `returns`. A ValueError names a field whose
-    length does not match.
+    `PolicyLoss.kl_coef`. `update_critic` needs `values` and `returns`. A ValueError names a field
+    whose length does not match.
 
     Attributes:
         prompt_ids: Token ids of each prompt; none is empty.

@@ -47,9 +47,10 @@ class Critic:
         check_learning("update_critic", batch, self.model.config, ["values", "returns"])
         self.optimizer.zero_grad(set_to_none=True)
         size = self.config.micro_batch_size
-        loss, clipped = add_gradients(
+        sums = add_gradients(
             self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
         )
+        loss, clipped = (total / batch.num_tokens for total in sums)
         rate = self.schedule.after(self.step)
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1

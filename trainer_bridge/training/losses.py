@@ -1,4 +1,4 @@
-"""The losses of policy and critic, in fp32, and passes of a model over a batch on all ranks."""
+"""Passes of a model over a batch on all ranks: scores, and gradients of the losses."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +14,7 @@ from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.model import reshard
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
+from trainer_bridge.training.policy_loss import kl_terms, policy_terms, token_factors
 
 _ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
 
@@ -30,41 +31,6 @@ def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[
         chunks = logp.detach().split(_ENTROPY_CHUNK)
         entropy = torch.cat([-(chunk.exp() * chunk).sum(-1) for chunk in chunks])
     return chosen, entropy
-
-
-def ppo_clip(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute PPO's clipped policy loss.
-
-    The loss is -sum(min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)), where ratio is
-    exp(logprobs - old). All tensors are fp32 [N]. `old` has the log-probabilities under the policy
-    that generated the tokens.
-
-    Returns:
-        fp32 sums over the tokens: the loss; the numbers of tokens whose clipped term is the smaller
-        because the ratio is below 1 - eps_low (A < 0) and because it is above 1 + eps_high (A > 0);
-        the estimate ratio - 1 - log(ratio) of the KL divergence, never negative.
-    """
-    log_ratio = logprobs - old
-    ratio = log_ratio.exp()
-    free = ratio * advantages
-    held = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
-    with torch.no_grad():
-        clipped = held < free
-        low, high = (clipped & side for side in (advantages < 0, advantages > 0))
-        kl = (ratio - 1 - log_ratio).sum()
-    return -torch.minimum(free, held).sum(), low.sum().float(), high.sum().float(), kl
-
-
-def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Sum the k3 estimate of the KL divergence from the reference over tokens.
-
-    The estimate r - 1 - log(r) with r = exp(reference - logprobs) is never negative, and unbiased
-    for tokens drawn from the policy. Both tensors are fp32 [N].
-    """
-    log_ratio = reference - logprobs
-    return (log_ratio.exp() - 1 - log_ratio).sum()
 
 
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -139,14 +105,13 @@ def add_gradients(
 
     Every rank passes the whole batch. `backward` adds the gradient of a micro batch, and returns
     fp32 sums over its tokens. `micro_batch_size` counts sequences, as for `dispatch`. The result
-    has the sums over all ranks, divided by the number of response tokens of the batch.
+    has the sums over all micro batches of all ranks.
     """
     model.train()
     micros = _micro_batches(model, batch, micro_batch_size, runtime)
     # One transfer and one wait for all sums of a micro batch.
     parts = [runtime.numbers(torch.stack(backward(micro))) for micro in micros]
-    sums = runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
-    return [total / batch.num_tokens for total in sums]
+    return runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
 
 
 def policy_gradient(
@@ -154,26 +119,32 @@ def policy_gradient(
 ) -> list[Tensor]:
     """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
-    The result has sums over the micro batch's tokens: loss, tokens clipped at the low side and at
-    the high side, KL estimate and entropy.
+    The loss of a token is the term of `config.loss` (`policy_terms`) and the KL divergence from the
+    reference. `token_factors` adds the tokens up.
+
+    Returns:
+        Sums over the micro batch's tokens: loss, with its factors; tokens clipped at the low side
+        and at the high side; the estimate r - 1 - log(r) of the KL divergence from the policy of
+        `old_logprobs`; entropy.
     """
-    coefficient = config.router_aux_loss_coef
+    loss, coefficient = config.loss, config.router_aux_loss_coef
     real = micro.real if coefficient else None
     with replay(model, micro.routed), load_balance(model, real) as balance:
         logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
-        old = batch.of_tokens("old_logprobs", micro)
+        log_ratio = logprobs - batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
-        loss, low, high, kl = ppo_clip(
-            logprobs, old, advantages, config.clip_eps_low, config.clip_eps_high
-        )
-        if config.kl_loss_coef:
+        terms, low, high = policy_terms(loss, log_ratio, logprobs, advantages, micro)
+        if loss.kl_coef:
             reference = batch.of_tokens("ref_logprobs", micro)
-            loss = loss + config.kl_loss_coef * kl_k3(logprobs, reference)
+            terms = terms + loss.kl_coef * kl_terms(loss.kl_estimator, logprobs, reference)
+        total = (terms * token_factors(loss, batch, micro)).sum()
         if balance is not None and len(logprobs):
-            loss = loss + len(logprobs) * (coefficient * balance.loss)
+            total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
-        (loss * (world / batch.num_tokens)).backward()
-    return [loss.detach(), low, high, kl, entropy.sum()]
+        (total * world).backward()
+    with torch.no_grad():
+        kl = (log_ratio.exp() - 1 - log_ratio).sum()
+    return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.sum()]
 
 
 def _micro_batches(

@@ -261,7 +261,7 @@ def test_tags_of_every_stage_equal_those_of_a_real_run(
     Prefetched parameters are back when the reference scores, and stay on the device with it.
     """
     words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
-    words += [f"cycle.overlap={overlap}", *["ppo.kl_coef=0.1"] * (name == "tiny-ppo")]
+    words += [f"cycle.overlap={overlap}", *["loss.kl_coef=0.1"] * (name == "tiny-ppo")]
     folder = start_run(name, words, tmp_path / "run")
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]

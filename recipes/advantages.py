@@ -1,0 +1,154 @@
+"""Advantages of answers from their rewards alone, without a critic. All arithmetic is in fp64.
+
+Sources:
+    group, scaled by group: Shao et al., "DeepSeekMath" (2024), GRPO. The sample deviation and the
+        added constant are verl's (`compute_grpo_outcome_advantage`); TRL adds 1e-4.
+    group, not scaled: Liu et al., "Understanding R1-Zero-Like Training" (2025), Dr. GRPO.
+    group, scaled by batch: Liu et al., "Part I: Tricks or Traps?" (2025).
+    leave_one_out: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!" (2019);
+        Ahmadian et al., "Back to Basics" (2024), RLOO.
+    batch: Hu et al., "REINFORCE++" (2025).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from recipes.config.models import Baseline, Scale
+from recipes.config.recipe import Recipe
+from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios
+from recipes.sampling import PerToken
+
+EPSILON = 1e-6
+"""Added to a deviation."""
+
+
+def compute_advantages(
+    recipe: Recipe,
+    rewards: Sequence[float | None],
+    logprobs: PerToken,
+    ref_logprobs: PerToken | None,
+) -> list[float] | PerToken:
+    """Return an advantage for each answer, or for each token with grpo.baseline=batch.
+
+    The penalties of `kl_penalties` are subtracted from the rewards: from an answer's the sum over
+    its tokens.
+    """
+    grpo, per_token = recipe.grpo, kl_penalties(recipe, logprobs, ref_logprobs)
+    if grpo.baseline == "batch":
+        return compare_tokens(rewards, per_token, grpo.scale)
+    earned = [
+        None if reward is None else reward - sum(row)
+        for reward, row in zip(rewards, per_token, strict=True)
+    ]
+    return compare_answers(earned, grpo.samples_per_prompt, grpo.baseline, grpo.scale)
+
+
+def kl_penalties(recipe: Recipe, logprobs: PerToken, ref_logprobs: PerToken | None) -> PerToken:
+    """Return the penalty of each token's reward for the KL divergence from the reference.
+
+    It is loss.kl_coef times the estimate loss.kl_estimator, with d = policy - reference
+    log-probability: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d. It is 0 without a reference or
+    with loss.kl_in=loss.
+
+    Source: Schulman, "Approximating KL Divergence" (2020).
+    """
+    if ref_logprobs is None or recipe.kl_in == "loss":
+        return [[0.0] * len(row) for row in logprobs]
+    difference = log_ratios(ref_logprobs, logprobs)
+    estimates = {
+        "k1": lambda: difference,
+        "k2": lambda: difference**2 / 2,
+        "k3": lambda: np.expm1(-difference) + difference,
+    }
+    penalties = recipe.loss.kl_coef * estimates[recipe.kl_estimator]()
+    return by_answer(penalties, list(map(len, logprobs)))
+
+
+def compare_answers(
+    rewards: Sequence[float | None],
+    group_size: int,
+    baseline: Baseline = "group",
+    scale: Scale = "group",
+) -> list[float]:
+    """Compare each reward with the rewards of its group.
+
+    The advantage is reward - baseline, divided by deviation + 1e-6 unless `scale` is none. The
+    baseline is the mean of the group, or with leave_one_out the mean of its other answers. The
+    deviation is the sample deviation of the group's rewards, or of all rewards (batch). So a group
+    keeps its signal at any size and offset of its rewards, unless their differences are far below
+    1e-6. Equal rewards get exactly 0.
+
+    Args:
+        rewards: Rewards of whole groups, whose answers are adjacent. An answer whose reward is None
+            or NaN is left out of its group and gets 0; leave it out of the update, too.
+        group_size: Answers of each group.
+        baseline: Baseline of a group, group or leave_one_out.
+        scale: Deviation that divides: group, batch or none.
+
+    Returns:
+        An advantage for each reward.
+
+    Raises:
+        ValueError: The last group is not whole.
+    """
+    groups = _grouped(rewards, group_size)
+    every = groups[~np.isnan(groups)]
+    advantages = np.zeros_like(groups)
+    for group, result in zip(groups, advantages, strict=True):
+        known = ~np.isnan(group)
+        count = int(known.sum())
+        if not count:
+            continue
+        result[known] = centered(group[known])
+        if baseline == "leave_one_out" and count > 1:
+            # The mean of the others is further away by this factor.
+            result[known] *= count / (count - 1)
+        if scale != "none":
+            result[known] /= deviation(group[known] if scale == "group" else every) + EPSILON
+    return advantages.ravel().tolist()
+
+
+def compare_tokens(
+    rewards: Sequence[float | None], penalties: PerToken, scale: Scale = "batch"
+) -> PerToken:
+    """Compare the return of each token with the mean over all tokens.
+
+    The return of a token is the answer's reward minus the penalties of this token and of all later
+    ones. The advantage is return - mean, divided by deviation + 1e-6 unless `scale` is none, with
+    mean and sample deviation of all tokens whose answer has a reward.
+
+    Args:
+        rewards: Reward of each answer. Tokens of an answer whose reward is None get 0.
+        penalties: Penalty of each token, per answer.
+        scale: Deviation that divides: batch or none.
+
+    Returns:
+        An advantage for each token, per answer.
+    """
+    earned = [
+        (reward - np.cumsum(row[::-1])[::-1]).tolist()
+        for reward, row in zip(rewards, penalties, strict=True)
+        if reward is not None
+    ]
+    advantages = centered(flat(earned)) if earned else np.zeros(0)
+    if scale == "batch":
+        advantages /= deviation(advantages) + EPSILON
+    rows = iter(by_answer(advantages, list(map(len, earned))))
+    return [
+        [0.0] * len(row) if reward is None else next(rows)
+        for reward, row in zip(rewards, penalties, strict=True)
+    ]
+
+
+def groups_without_signal(rewards: Sequence[float | None], group_size: int) -> int:
+    """Count the groups without two different rewards, which teach nothing."""
+    groups = _grouped(rewards, group_size)
+    return sum(len({*group[~np.isnan(group)].tolist()}) < 2 for group in groups)
+
+
+def _grouped(rewards: Sequence[float | None], group_size: int) -> Numbers:
+    """Return the rewards by group, [groups, group_size], with NaN for None."""
+    if len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} rewards are no multiple of {group_size}; pass all groups")
+    return np.array(rewards, dtype=np.float64).reshape(-1, group_size)
