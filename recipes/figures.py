@@ -75,7 +75,7 @@ def step_row(
     Args:
         samples: Answers of the step.
         scores: Score of each answer; at least one has a reward.
-        logprobs: Log-probabilities under the trainer's weights.
+        logprobs: Log-probabilities under the policy that sampled.
         ref_logprobs: Log-probabilities under the reference, if there is one.
         seconds: Seconds of the step by stage.
         tasks: Sets to train on; if there are several, the row has figures of each.
@@ -83,15 +83,10 @@ def step_row(
     Returns:
         Figures by name, as in docs/loops.md.
     """
-    ratios = log_ratios(samples.logprobs, logprobs)
-    mean, largest = logprob_mismatch(ratios)
     lengths = list(map(len, samples.response_ids))
     row: dict[str, Any] = {
         **_of_scores(scores),
         **unrewarded(scores),
-        "mismatch_mean": mean,
-        "mismatch_max": largest,
-        "effective_sample_size": effective_sample_size(ratios),
         "response_length": sum(lengths) / len(lengths),
         "response_length_min": min(lengths),
         "response_length_max": max(lengths),
@@ -144,26 +139,6 @@ def _by_set(
     for task, score in zip(samples.tasks, scores, strict=True):
         sets[task.name].append(score)
     return {name: {"answers": len(part), **_of_scores(part)} for name, part in sets.items() if part}
-
-
-def logprob_mismatch(ratios: Numbers) -> tuple[float, float]:
-    """Return the mean and the largest absolute value of log-ratios, in nats."""
-    sizes = np.abs(ratios)
-    return float(sizes.mean()), float(sizes.max())
-
-
-def effective_sample_size(ratios: Numbers) -> float:
-    """Return the effective share of the tokens, given log(trainer / rollout probability) of each.
-
-    It is sum(w)^2 / (n * sum(w^2)) with the importance weights w = exp(ratio): 1 if all weights are
-    equal, 1 / n if one outweighs all others.
-
-    Source: Kong, "A Note on Importance Sampling using Standardized Weights" (1992). verl reports it
-    as `rollout_is_eff_sample_size`, of weights that are cut at thresholds.
-    """
-    weights = ratios - ratios.max()
-    np.exp(weights, out=weights)
-    return float(weights.sum() ** 2 / (len(weights) * (weights @ weights)))
 
 
 def kl_to_reference(ratios: Numbers) -> float:

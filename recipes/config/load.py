@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.config.models import DATA_ENDINGS, TaskSection
+from recipes.config.models import DATA_ENDINGS, CorrectionSection, TaskSection
 from recipes.config.recipe import (
     FIELDS,
     Contradiction,
@@ -216,6 +216,7 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     unused = "ppo" if recipe.algorithm == "grpo" else "grpo"
     idle = {unused: f"algorithm={recipe.algorithm}"}
     idle |= _idle_keys_of_loss(recipe)
+    idle |= _idle_keys_of_correction(recipe.correction)
     idle |= _idle_keys_of_task(recipe.task)
     if recipe.lora.rank == 0:
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
@@ -229,12 +230,21 @@ def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
     idle = {}
     if recipe.updates_per_step == 1:
         # Ratios are 1 and values have not moved, so clipping does nothing.
-        keys = ("loss.clip_low", "loss.clip_high", "loss.dual_clip", "ppo.value_clip")
+        keys = ["ppo.value_clip"]
+        if recipe.correction_mode != "bypass":  # else ratios compare with the rollout
+            keys += ["loss.clip_low", "loss.clip_high", "loss.dual_clip"]
         name = recipe.algorithm
         idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
     if not recipe.loss.kl_coef:
         idle |= dict.fromkeys(("loss.kl_in", "loss.kl_estimator"), "loss.kl_coef=0")
     return idle
+
+
+def _idle_keys_of_correction(section: CorrectionSection) -> dict[str, str]:
+    if section.mode != "decoupled":
+        keys = [key for key in keys_of("correction") if key != "correction.mode"]
+        return dict.fromkeys(keys, f"correction.mode={section.mode}")
+    return {"correction.low": "correction.how=truncate"} if section.how == "truncate" else {}
 
 
 def _idle_keys_of_task(task: TaskSection) -> dict[str, str]:

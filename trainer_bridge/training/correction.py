@@ -51,7 +51,7 @@ class CorrectionConfig:
             product (sequence) or the geometric mean of the tokens' weights.
         how: What happens to a weight outside the bounds: above `high` it is set to `high`
             (truncate), or below `low` or above `high` to 0 (mask).
-        low: Lower bound of a mask; not negative, below `high`.
+        low: Lower bound of a mask; not negative, below `high`. Unused otherwise.
         high: Upper bound; positive and finite.
         reject: Figure of an answer's tokens that rejects the answer above `reject_above`: |mean of
             k1|, the largest |k1|, the mean of k3 or the largest k3. None rejects no answer.
@@ -75,7 +75,7 @@ class CorrectionConfig:
                 raise ValueError(f"{self._shown(name)}: use {', '.join(allowed)}")
         if not 0 < self.high < np.inf:
             raise ValueError(f"{self._shown('high')}: must be positive and finite")
-        if not 0 <= self.low < self.high:
+        if self.how == "mask" and not 0 <= self.low < self.high:
             raise ValueError(f"{self._shown('low')}: must be in [0, high), with high={self.high}")
         if (self.reject is None) != (self.reject_above is None):
             raise ValueError(f"{self._shown('reject_above')}: set it together with reject")

@@ -119,8 +119,8 @@ def policy_gradient(
 ) -> list[Tensor]:
     """Add the gradient of a micro batch of `batch`, which `world` ranks share, to the policy's.
 
-    The loss of a token is the term of `config.loss` (`policy_terms`) and the KL divergence from the
-    reference. `token_factors` adds the tokens up.
+    The loss of a token is the term of `config.loss` (`policy_terms`), times its weight if the batch
+    has weights, and the KL divergence from the reference. `token_factors` adds the tokens up.
 
     Returns:
         Sums over the micro batch's tokens: loss, with its factors; tokens clipped at the low side
@@ -134,6 +134,8 @@ def policy_gradient(
         log_ratio = logprobs - batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
         terms, low, high = policy_terms(loss, log_ratio, logprobs, advantages, micro)
+        if batch.weights is not None:
+            terms = terms * batch.of_tokens("weights", micro)
         if loss.kl_coef:
             reference = batch.of_tokens("ref_logprobs", micro)
             terms = terms + loss.kl_coef * kl_terms(loss.kl_estimator, logprobs, reference)
