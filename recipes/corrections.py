@@ -33,9 +33,8 @@ class StepCorrection:
 def correct_step(recipe: Recipe, samples: Samples, logprobs: PerToken) -> StepCorrection:
     """Compare the log-probabilities of rollout and trainer, and correct for the difference.
 
-    Without a correction, the figures are those of the weights that correction.mode=decoupled would
-    use by default. With correction.mode=bypass, `logprobs` are the rollout's, too, and there is
-    nothing to compare.
+    Without a correction, the figures say what token weights of at most 2 would give. With
+    correction.mode=bypass, `logprobs` are the rollout's, too, and there is nothing to compare.
     """
     mode, lengths = recipe.correction_mode, list(map(len, samples.response_ids))
     if mode == "bypass":
@@ -58,7 +57,7 @@ def options(recipe: Recipe) -> CorrectionConfig:
 
 
 def summary(recipe: Recipe) -> str:
-    """Return what the start of a run says about corrections; empty if there are none."""
+    """Return the words about corrections at the start of a run; empty if there are none."""
     if recipe.correction_mode == "none":
         return ""
     if recipe.correction_mode == "bypass":

@@ -29,7 +29,7 @@ from rollout import Rollout
 from trainer_bridge import Cycle
 from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
-from trainer_bridge.training.correction import mismatch
+from trainer_bridge.training import mismatch
 
 Scoring = Callable[[], list[Score]]
 """Waits for the scores of submitted answers."""

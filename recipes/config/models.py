@@ -265,14 +265,12 @@ class LossSection:
 class CorrectionSection:
     """Correction of the policy's loss for a rollout that computes other probabilities.
 
-    docs/loops.md has the formulas.
+    docs/loops.md has the formulas, and says where a rollout is inexact.
 
     Attributes:
-        mode: Importance weights of tokens in the loss (decoupled); a loss that compares with the
-            rollout's log-probabilities, so that the trainer computes none before the update
-            (bypass); or only figures (none). auto: decoupled with token weights truncated at 2 if
-            the KV cache is quantized, adapters are merged into 16-bit weights, or
-            engine.kind=vllm or sglang, else none.
+        mode: Importance weights (decoupled), ratios to the rollout's log-probabilities (bypass), or
+            figures only (none); auto: token weights of at most 2 where the rollout is inexact, else
+            none.
         level: Whether each token has its own weight, or all tokens of an answer share the product
             (sequence) or the geometric mean of their weights.
         how: What becomes of a weight out of bounds: above `high`, it is set to `high` (truncate);

@@ -1,6 +1,7 @@
 """Parts of a training step: model, losses, optimizer, adapters, critic and checkpoints."""
 
 from trainer_bridge.training.checkpoint import read_values
+from trainer_bridge.training.correction import mismatch
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
@@ -11,6 +12,7 @@ __all__ = [
     "check_layout",
     "export_checkpoint",
     "lora_target_names",
+    "mismatch",
     "packed_attention",
     "read_values",
 ]
