@@ -358,8 +358,7 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     # All planned answers are cut off.
     loss = dataclasses.replace(recipe.loss, mask_cut_off=False)
     # Random weights could reject all answers.
-    every = {"reject": None, "reject_above": None, "veto": None}
-    correction = dataclasses.replace(recipe.correction, **every)
+    correction = dataclasses.replace(recipe.correction, reject=None, reject_above=None, veto=None)
     fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss, "correction": correction}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))
