@@ -94,29 +94,11 @@ def answer_figures(
     return row
 
 
-def model_figures(
-    samples: Samples, logprobs: PerToken, ref_logprobs: PerToken | None
-) -> dict[str, float]:
-    """Return how rollout, policy and reference differ on answers, for metrics.jsonl.
-
-    Args:
-        samples: The answers.
-        logprobs: Log-probabilities under the trainer's weights.
-        ref_logprobs: Log-probabilities under the reference, if there is one.
-
-    Returns:
-        Figures by name, as in docs/loops.md.
-    """
-    ratios = log_ratios(samples.logprobs, logprobs)
-    mean, largest = logprob_mismatch(ratios)
-    row = {
-        "mismatch_mean": mean,
-        "mismatch_max": largest,
-        "effective_sample_size": effective_sample_size(ratios),
-    }
-    if ref_logprobs is not None:
-        row["kl_to_reference"] = kl_to_reference(log_ratios(logprobs, ref_logprobs))
-    return row
+def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict[str, float]:
+    """Return the divergence of the policy from the reference; nothing without a reference."""
+    if ref_logprobs is None:
+        return {}
+    return {"kl_to_reference": kl_to_reference(log_ratios(logprobs, ref_logprobs))}
 
 
 def _of_scores(scores: Sequence[Score]) -> dict[str, float]:
@@ -155,26 +137,6 @@ def _by_set(
     for task, score in zip(samples.tasks, scores, strict=True):
         sets[task.name].append(score)
     return {name: {"answers": len(part), **_of_scores(part)} for name, part in sets.items() if part}
-
-
-def logprob_mismatch(ratios: Numbers) -> tuple[float, float]:
-    """Return the mean and the largest absolute value of log-ratios, in nats."""
-    sizes = np.abs(ratios)
-    return float(sizes.mean()), float(sizes.max())
-
-
-def effective_sample_size(ratios: Numbers) -> float:
-    """Return the effective share of the tokens, given log(trainer / rollout probability) of each.
-
-    It is sum(w)^2 / (n * sum(w^2)) with the importance weights w = exp(ratio): 1 if all weights are
-    equal, 1 / n if one outweighs all others.
-
-    Source: Kong, "A Note on Importance Sampling using Standardized Weights" (1992). verl reports it
-    as `rollout_is_eff_sample_size`, of weights that are cut at thresholds.
-    """
-    weights = ratios - ratios.max()
-    np.exp(weights, out=weights)
-    return float(weights.sum() ** 2 / (len(weights) * (weights @ weights)))
 
 
 def kl_to_reference(ratios: Numbers) -> float:

@@ -9,14 +9,16 @@ Step s (version s of the weights, after s - 1 updates):
     compute_ref_log_prob   log-probabilities under the weights before the first update, or after the
                            last multiple of loss.reference_every steps
     to_score()             the trainer's parameters replace the reference
-    compute_log_prob       log-probabilities under the weights that sampled; their mismatch to the
-                           rollout's log-probabilities is reported
+    compute_log_prob       log-probabilities under the weights that sampled; not with
+                           correction.mode=bypass, which takes the rollout's
     compute_reward         the task's score of every answer
     to_train()             the trainer reloads its optimizer
     compute_advantages     rewards compared by grpo.baseline and grpo.scale (`recipes.advantages`)
     update_actor           epochs x mini_batches updates by the loss of section `loss`
 
-Updates take the answers with a reward, and with loss.mask_cut_off only those that ended. Their
+Updates take the answers with a reward that the correction does not reject, and with
+loss.mask_cut_off only those that ended. `recipes.corrections` compares the rollout's
+log-probabilities with the trainer's; its weights correct the loss for the difference. The answers'
 order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
@@ -24,7 +26,8 @@ from typing import Any
 
 from recipes.advantages import compute_advantages
 from recipes.config.recipe import Recipe
-from recipes.figures import answer_figures, model_figures
+from recipes.corrections import correct_step
+from recipes.figures import answer_figures, reference_figures
 from recipes.loop import Loop, Scoring, schedule_of
 from recipes.rounds import learnable, sample_groups
 from recipes.sampling import Samples, taught
@@ -57,6 +60,7 @@ class GrpoLoop(Loop):
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
+        correction = correct_step(recipe, samples, logprobs)
         self.to_train()
         rewards = [score.reward for score in scores]
         with self.stage("compute_advantages"):
@@ -64,12 +68,14 @@ class GrpoLoop(Loop):
         learning = {
             "old_logprobs": logprobs,
             "advantages": advantages,
+            "weights": correction.weights,
             "ref_logprobs": ref_logprobs if recipe.kl_in == "loss" else None,
             "routed_experts": samples.routed_experts,
         }
-        rows = taught(samples, scores, recipe.loss.mask_cut_off)
+        rows = correction.kept(taught(samples, scores, recipe.loss.mask_cut_off))
         batch = samples.batch(self.temperature, **learning).select(rows)
         parts = mini_batches(len(batch), grpo.epochs, grpo.mini_batches, recipe.seed, step)
         with self.stage("update_actor"):
             learned = update(self.trainer.update_actor, batch, parts)
-        return learned | model_figures(samples, logprobs, ref_logprobs) | unreplayed
+        figures = reference_figures(logprobs, ref_logprobs) | correction.figures
+        return learned | figures | unreplayed

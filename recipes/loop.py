@@ -21,7 +21,7 @@ from typing import Any, Self
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError
 from recipes.evaluation import Standing, evaluate, standing
-from recipes.figures import log_ratios, logprob_mismatch
+from recipes.figures import log_ratios
 from recipes.logs.monitor import Monitor
 from recipes.rewards.runner import Rewards
 from recipes.sampling import (
@@ -37,6 +37,7 @@ from rollout import Rollout
 from trainer_bridge import Cycle, Schedule
 from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
+from trainer_bridge.training import mismatch
 
 Scoring = Callable[[], list[Score]]
 """Waits for the scores of submitted answers; all calls return the same ones."""
@@ -204,10 +205,15 @@ class Loop(abc.ABC):
             return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
 
     def score(self, samples: Samples, scoring: Scoring) -> tuple[PerToken, list[Score]]:
-        """Return log-probabilities under the trainer's weights, and the answers' scores."""
+        """Return log-probabilities under the weights that sampled, and the answers' scores.
+
+        They are the trainer's; with correction.mode=bypass, the rollout's.
+        """
         self.to_score()
-        with self.stage("compute_log_prob"):
-            logprobs = self._compute_log_prob(samples, samples.routed_experts)
+        logprobs = samples.logprobs
+        if self.setup.recipe.correction_mode != "bypass":
+            with self.stage("compute_log_prob"):
+                logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):
             scores = scoring()
             require_reward(scores)
@@ -227,8 +233,8 @@ class Loop(abc.ABC):
             return {}
         with self.stage("compute_log_prob_unreplayed"):
             logprobs = self._compute_log_prob(samples, None)
-        mean, largest = logprob_mismatch(log_ratios(samples.logprobs, logprobs))
-        return {"mismatch_mean_unreplayed": mean, "mismatch_max_unreplayed": largest}
+        figures = mismatch(log_ratios(samples.logprobs, logprobs))
+        return {f"{name}_unreplayed": value for name, value in figures.items()}
 
     def to_train(self) -> None:
         with self.monitor.phase("to_train"):
@@ -269,7 +275,8 @@ class Loop(abc.ABC):
 
     def _wake_rollout(self, version: int) -> None:
         with self.monitor.phase("to_rollout"):
-            self.monitor.synced(self.cycle.to_rollout(version))
+            corrected = self.setup.recipe.correction_mode != "none"
+            self.monitor.synced(self.cycle.to_rollout(version), corrected)
         self.monitor.read_memory("rollout")
 
     def _evaluate(self, updates: int) -> None:

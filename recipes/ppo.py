@@ -10,8 +10,8 @@ Step s (version s of the weights):
     to_score("critic")     the critic replaces the reference
     compute_values         the critic's estimate of the reward after every token
     to_score()             the trainer's parameters replace the critic
-    compute_log_prob       log-probabilities under the weights that sampled; their mismatch to the
-                           rollout's log-probabilities is reported
+    compute_log_prob       log-probabilities under the weights that sampled; not with
+                           correction.mode=bypass, which takes the rollout's
     compute_reward         the task's score of every answer
     to_train()             critic and both optimizers reload
     compute_advantages     rewards of tokens (`token_rewards`), then GAE and whitening
@@ -19,8 +19,10 @@ Step s (version s of the weights):
     update_actor           as many updates by the loss of section `loss`; none in the first
                            critic_warmup_steps steps
 
-Both updates take the answers with a reward, and with loss.mask_cut_off only those that ended. Their
-order is a function of (recipe.seed, step), like prompts and sampling seeds.
+Both updates take the answers with a reward that the correction does not reject, and with
+loss.mask_cut_off only those that ended. `recipes.corrections` compares the rollout's
+log-probabilities with the trainer's; its weights correct the policy's loss for the difference. The
+answers' order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ import numpy as np
 
 from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
+from recipes.corrections import correct_step
 from recipes.figures import (
     Numbers,
     answer_figures,
@@ -38,7 +41,7 @@ from recipes.figures import (
     centered,
     deviation,
     flat,
-    model_figures,
+    reference_figures,
 )
 from recipes.loop import Loop, schedule_of
 from recipes.sampling import taught
@@ -72,14 +75,16 @@ class PpoLoop(Loop):
             values = trainer.compute_values(samples.batch(1.0))
         logprobs, scores = self.score(samples, scoring)
         unreplayed = self.unreplayed_mismatch(step, samples)
+        correction = correct_step(recipe, samples, logprobs)
         self.to_train()
         learning = {
             "old_logprobs": logprobs,
             "ref_logprobs": ref_logprobs,
+            "weights": correction.weights,
             "values": values,
             "routed_experts": samples.routed_experts,
         }
-        rows = taught(samples, scores, recipe.loss.mask_cut_off)
+        rows = correction.kept(taught(samples, scores, recipe.loss.mask_cut_off))
         batch = samples.batch(self.temperature, **learning).select(rows)
         learned = dict[str, float]()
         with self.stage("compute_advantages"):
@@ -93,7 +98,7 @@ class PpoLoop(Loop):
                 learned |= update(trainer.update_actor, batch, parts)
         tasks, seconds = self.setup.tasks.trained, self.monitor.seconds
         row = answer_figures(samples, scores, seconds, tasks)
-        row |= model_figures(samples, logprobs, ref_logprobs)
+        row |= reference_figures(logprobs, ref_logprobs) | correction.figures
         return learned | row | unreplayed
 
 

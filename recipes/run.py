@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes import corrections
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe, switching
@@ -168,7 +169,7 @@ def _drive(
     allowed = recipe.checkpoint.max_restarts
     opening = f"{folder.path}: {recipe.driver}, {setup.device}, {recipe.steps} steps"
     opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
-    opening += note
+    opening += corrections.summary(recipe) + note
     restarts = 0
     while True:
         try:

@@ -7,11 +7,14 @@ from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleErro
 from trainer_bridge.sync.weight_sync import module_sync
 from trainer_bridge.trainer import Trainer
 from trainer_bridge.training.batch import SequenceBatch
+from trainer_bridge.training.correction import Correction, CorrectionConfig, correct
 
 __all__ = [
     "ActorDied",
     "ActorError",
     "ActorTimeout",
+    "Correction",
+    "CorrectionConfig",
     "CriticConfig",
     "Cycle",
     "CycleError",
@@ -22,6 +25,7 @@ __all__ = [
     "SequenceBatch",
     "Trainer",
     "TrainerConfig",
+    "correct",
     "module_sync",
     "open_inprocess",
     "open_ray",

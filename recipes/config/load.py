@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.config.models import DATA_ENDINGS, TaskSection
+from recipes.config.models import DATA_ENDINGS, CorrectionSection, TaskSection
 from recipes.config.recipe import (
     FIELDS,
     Contradiction,
@@ -218,6 +218,7 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
     idle |= _idle_keys_of_loss(recipe)
     if not recipe.sampling.length_penalty:
         idle["sampling.length_penalty_tokens"] = "sampling.length_penalty=0"
+    idle |= _idle_keys_of_correction(recipe.correction)
     idle |= _idle_keys_of_task(recipe.task)
     if recipe.trainer.schedule == "constant":
         idle["trainer.final_rate"] = "trainer.schedule=constant"
@@ -232,10 +233,11 @@ def _idle_keys(recipe: Recipe) -> dict[str, str]:
 def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
     idle = {}
     if recipe.updates_per_step == 1:
-        # Ratios are 1 and values have not moved, so clipping does nothing, and the gradients of all
-        # kinds are equal.
-        clipping = ("loss.clip_low", "loss.clip_high", "loss.dual_clip", "ppo.value_clip")
-        keys = ("loss.kind", *clipping)
+        # Values have not moved, so clipping them does nothing. Unless ratios compare with the
+        # rollout's probabilities, they are 1, and the gradients of all kinds are equal.
+        keys = ["ppo.value_clip"]
+        if recipe.correction_mode != "bypass":
+            keys += ["loss.kind", "loss.clip_low", "loss.clip_high", "loss.dual_clip"]
         name = recipe.algorithm
         idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
     if not recipe.loss.kl_coef:
@@ -244,6 +246,13 @@ def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
     elif recipe.steps <= recipe.reference_every:
         idle["loss.reference_every"] = f"steps={recipe.steps}"
     return idle
+
+
+def _idle_keys_of_correction(section: CorrectionSection) -> dict[str, str]:
+    if section.mode != "decoupled":
+        keys = [key for key in keys_of("correction") if key != "correction.mode"]
+        return dict.fromkeys(keys, f"correction.mode={section.mode}")
+    return {"correction.low": "correction.how=truncate"} if section.how == "truncate" else {}
 
 
 def _idle_keys_of_task(task: TaskSection) -> dict[str, str]:

@@ -288,6 +288,39 @@ class LossSection:
 
 
 @section
+class CorrectionSection:
+    """Correction of the policy's loss for a rollout that computes other probabilities.
+
+    docs/loops.md has the formulas, and says where a rollout is inexact.
+
+    Attributes:
+        mode: Importance weights (decoupled), ratios to the rollout's log-probabilities (bypass), or
+            figures only (none); auto: token weights of at most 2 where the rollout is inexact, else
+            none.
+        level: Whether each token has its own weight, or all tokens of an answer share the product
+            (sequence) or the geometric mean of their weights.
+        how: What becomes of a weight out of bounds: above `high`, it is set to `high` (truncate);
+            above `high` or below `low`, to 0 (mask).
+        low: Lower bound of a mask.
+        high: Upper bound of the weights.
+        reject: Figure of an answer above which updates leave it out, of estimates k1 or k3 of the
+            KL divergence at its tokens: the size of the mean or the largest size; null: none.
+        reject_above: Limit of `reject` in nats.
+        veto: Updates leave out an answer with a token whose log-probability is lower by more nats
+            in the trainer than in the rollout; null: no such limit.
+    """
+
+    mode: Literal["auto", "none", "decoupled", "bypass"] = "auto"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    how: Literal["truncate", "mask"] = "truncate"
+    low: PositiveOrZero = 0.5
+    high: Positive = 2.0
+    reject: Literal["mean_k1", "max_k1", "mean_k3", "max_k3"] | None = None
+    reject_above: Positive | None = None
+    veto: Positive | None = None
+
+
+@section
 class GrpoSection:
     """One step of GRPO: answers to some prompts, advantages from their rewards alone, updates.
 

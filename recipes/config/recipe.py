@@ -56,6 +56,7 @@ class Recipe:
         lora: Adapters.
         sampling: Sampling of training answers.
         loss: The loss of the policy's updates.
+        correction: Correction of that loss for a rollout that computes other probabilities.
         grpo: A step of GRPO.
         ppo: A step of PPO.
         eval: Evaluations.
@@ -79,6 +80,7 @@ class Recipe:
     lora: models.LoraSection = Field(default_factory=models.LoraSection)
     sampling: models.SamplingSection = Field(default_factory=models.SamplingSection)
     loss: models.LossSection = Field(default_factory=models.LossSection)
+    correction: models.CorrectionSection = Field(default_factory=models.CorrectionSection)
     grpo: models.GrpoSection = Field(default_factory=models.GrpoSection)
     ppo: models.PpoSection = Field(default_factory=models.PpoSection)
     eval: models.EvalSection = Field(default_factory=models.EvalSection)
@@ -117,6 +119,21 @@ class Recipe:
     def reference_every(self) -> int:
         """Return the steps between refreshes of the reference; 0 if there are none."""
         return self.loss.reference_every if self.loss.kl_coef else 0
+
+    @property
+    def correction_mode(self) -> Literal["none", "decoupled", "bypass"]:
+        """Return how the loss is corrected for the rollout's probabilities."""
+        mode = self.correction.mode
+        return mode if mode != "auto" else "decoupled" if self.inexact_rollout else "none"
+
+    @property
+    def inexact_rollout(self) -> str:
+        """Return why the rollout's probabilities are not quite the trainer's; empty if they are."""
+        if self.engine.kv_cache_dtype != "auto":
+            return f"engine.kv_cache_dtype={self.engine.kv_cache_dtype}"
+        if self.lora.rank and self.model.dtype != "float32":
+            return f"adapters merged into {self.model.dtype}"
+        return f"engine.kind={self.engine.kind}" if self.engine.hosted else ""
 
     def value(self, key: str) -> Any:
         """Return the value of a full key.
@@ -276,6 +293,7 @@ class Recipe:
         yield from self._faults_of_schedule()
         yield from self._faults_of_evaluation()
         yield from self._faults_of_loss()
+        yield from self._faults_of_correction()
         yield from self._faults_of_ppo() if self.algorithm == "ppo" else self._faults_of_grpo()
 
     def _faults_of_schedule(self) -> Faults:
@@ -319,6 +337,19 @@ class Recipe:
         if self.loss.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
             rule = "teaches nothing in a loss, because its expected gradient is 0"
             yield "loss.kl_estimator", rule, "set loss.kl_estimator=k3, or loss.kl_in=reward"
+
+    def _faults_of_correction(self) -> Faults:
+        section = self.correction
+        if section.how == "mask" and section.low >= section.high:
+            yield "correction.low", f"must be below correction.high={section.high}"
+        if section.reject is not None and section.reject_above is None:
+            rule = f"is the limit that correction.reject={section.reject} needs"
+            yield "correction.reject_above", rule, "set correction.reject_above=0.1"
+        if section.reject is None and section.reject_above is not None:
+            yield "correction.reject_above", "needs correction.reject"
+        if section.mode == "bypass" and self.loss.kl_coef and self.kl_in == "reward":
+            rule = "lacks log-probabilities of the trainer for the KL divergence in the rewards"
+            yield "correction.mode", rule, "set correction.mode=decoupled, or loss.kl_in=loss"
 
     def _faults_of_grpo(self) -> Faults:
         grpo = self.grpo

@@ -207,17 +207,23 @@ class Monitor:
             self._switches.append((start, end))
         self.view.stage(name)
 
-    def synced(self, receipt: SyncReceipt) -> None:
-        """Record this step's weight sync; warn once if rounding lost much of the adapters."""
+    def synced(self, receipt: SyncReceipt, corrected: bool) -> None:
+        """Record this step's weight sync; warn once if rounding took much of the adapters' move.
+
+        `corrected` is whether the recipe corrects the loss for such a rollout.
+        """
         names = ["nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"]
-        names += ["merge_error"] if receipt.merge_error is not None else []
+        names += ["merge_lost"] if receipt.merge_lost is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
         if receipt.lossy and not self._told_of_loss:
             self._told_of_loss = True
+            correction = "the loss is corrected for it (section correction)"
+            if not corrected:
+                correction = "the loss is not corrected for it, set correction.mode=auto"
             self.view.note(
-                f"version {receipt.version}: rounding lost {receipt.merge_error:.0%} of the "
-                "adapters' contribution (sync.merge_error in metrics.jsonl), so the rollout lags "
-                "behind the policy; if that persists, raise trainer.learning_rate or set "
+                f"version {receipt.version}: rounding took {receipt.merge_lost:.0%} of the "
+                "adapters' move (sync.merge_lost in metrics.jsonl), so the rollout lags behind the "
+                f"policy; {correction}; if that persists, raise trainer.learning_rate or set "
                 "model.dtype=float32"
             )
 
@@ -312,17 +318,14 @@ def describe(row: Mapping[str, Any]) -> str:
     if row["kind"] == "eval":
         shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
         return f"{shares} on {row['problems']} held-out problems after {row['step']} updates"
-    spread, mismatch = (
-        row.get("reward_std"),
-        "mismatch {mismatch_mean:.1e} mean {mismatch_max:.1e} max",
-    )
+    spread = row.get("reward_std")
     parts = [
         f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
         *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
         *([f"{row['skipped']:.0%} of updates skipped"] if row.get("skipped") else []),
         f"exact {_decimal(row, 'exact_match')}",
         *([] if "loss" in row else ["no update of the policy"]),
-        *([mismatch.format(**row)] if "mismatch_mean" in row else []),
+        *_mismatch(row),
         *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
         f"length {row['response_length']:.1f}",
         f"{row['tokens_per_second']:.0f} tok/s",
@@ -332,6 +335,16 @@ def describe(row: Mapping[str, Any]) -> str:
     if (hidden := row.get("hidden_seconds", 0.0)) >= NOTABLE:
         parts[-1] += f" and {hidden:.3f} s overlapped"
     return " | ".join(parts)
+
+
+def _mismatch(row: Mapping[str, Any]) -> list[str]:
+    """Return the log-prob mismatch, unless none is measured, and the share of rejected answers."""
+    parts = []
+    if "mismatch_mean" in row:
+        parts.append(f"mismatch {row['mismatch_mean']:.1e} mean {row['mismatch_max']:.1e} max")
+    if rejected := row.get("answers_rejected"):
+        parts.append(f"{rejected:.0%} rejected")
+    return parts
 
 
 def _decimal(row: Mapping[str, Any], key: str = "reward") -> str:

@@ -362,7 +362,9 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     # All planned answers are cut off, and every planned step refreshes the reference.
     refreshes = min(1, recipe.loss.reference_every)
     loss = dataclasses.replace(recipe.loss, mask_cut_off=False, reference_every=refreshes)
-    fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss}
+    # Random weights could reject all answers.
+    correction = dataclasses.replace(recipe.correction, reject=None, reject_above=None, veto=None)
+    fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss, "correction": correction}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))
     wrong = Score(reward=0.0, exact=False)

@@ -19,12 +19,9 @@ from recipes.figures import (
     answer_figures,
     by_answer,
     deviation,
-    effective_sample_size,
     flat,
     kl_to_reference,
     log_ratios,
-    logprob_mismatch,
-    model_figures,
 )
 from recipes.rewards.runner import Rewards
 from recipes.run import start_run
@@ -55,24 +52,12 @@ def test_deviation_is_the_samples_at_any_offset(steps: list[int], offset: float)
     assert bool(deviation(numbers)) == (len({*numbers}) > 1)
 
 
-def test_mismatch_is_over_tokens_and_refuses_unequal_lengths() -> None:
+def test_log_ratios_are_of_tokens_and_refuse_unequal_lengths() -> None:
     ratios = log_ratios([[-1.0], [-1.0, -2.0, -3.0]], [[-1.5], [-1.0, -2.25, -3.25]])
     assert ratios.tolist() == [-0.5, 0.0, -0.25, -0.25]
-    assert logprob_mismatch(ratios) == (0.25, 0.5)
     for second in ([[-1.0]], [[-1.0], [-2.0]]):
         with pytest.raises(ValueError, match=r"log-probabilities of \[2\] and of \[1"):
             log_ratios([[-1.0, -2.0]], second)
-
-
-@settings(max_examples=100)
-@given(per_token.filter(any), st.sampled_from([0.0, -5000.0, 5000.0]))
-def test_effective_sample_size_is_the_share_of_kong(tokens: PerToken, offset: float) -> None:
-    """Shift the ratios beyond the range of exp; a common factor of the weights changes nothing."""
-    weights = [math.exp(number) for row in tokens for number in row]
-    expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
-    shifted = flat(tokens) + offset
-    assert effective_sample_size(shifted) == pytest.approx(expected, rel=1e-9)
-    assert 1 / len(weights) <= effective_sample_size(shifted) * (1 + 1e-12)
 
 
 def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
@@ -115,9 +100,6 @@ def test_row_has_rewards_lengths_and_answers_without_reward() -> None:
         "exact_match": 0.25,
         "unscored": 2,
         "faults": 1,
-        "mismatch_mean": 0.0,
-        "mismatch_max": 0.0,
-        "effective_sample_size": 1.0,
         "response_length": 2.5,
         "response_length_min": 1,
         "response_length_max": 4,

@@ -28,6 +28,7 @@ FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"
 VLLM, SGLANG = "device=auto engine.kind=vllm", "device=auto engine.kind=sglang"
 GROWS = "cycle.overlap=[params]: needs a KV cache that grows"
 FILE = "task.name=file task.data=x.jsonl"
+DECOUPLED = "correction.mode=decoupled"
 TOO = "task.mixture=[{name:\u00a0toy}]"
 # Rules between keys: recipe, overrides, a part of the message.
 RULES = [
@@ -97,6 +98,19 @@ RULES = [
     ("tiny", "cycle.overlap=[critic_optim]", "critic_optim exists only with algorithm=ppo"),
     ("tiny", "trainer.optimizer_offload=true cycle.resident=[optim]", "only with trainer.opt"),
     ("tiny", "cycle.overlap=[optim] cycle.hand_over=always", "cycle.hand_over=always: excludes"),
+    ("tiny", f"{DECOUPLED} correction.how=mask correction.low=2", "must be below correction.high"),
+    ("tiny", f"{DECOUPLED} correction.reject=max_k3", "the limit that correction.reject=max_k3 ne"),
+    (
+        "tiny",
+        f"{DECOUPLED} correction.reject_above=1",
+        "needs correction.reject; set correction.re",
+    ),
+    (
+        "tiny-ppo",
+        "correction.mode=bypass",
+        "log-probabilities of the trainer for the KL divergence",
+    ),
+    ("tiny", "correction.mode=bypass loss.kl_coef=1 loss.kl_in=reward", "or loss.kl_in=loss"),
     ("tiny", "engine.kind=vllm", "device=cpu: cannot run vLLM's kernels, with engine.kind=vllm"),
     ("tiny", f"{VLLM} engine.kv_tokens=null engine.mem_fraction_static=0.5", "workspaces and grap"),
     ("tiny", f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "is untested, with engine.kind=vllm; set"),
@@ -131,6 +145,7 @@ IDLE = [
     ("tiny", "loss.kl_estimator=k1", "loss.kl_coef=0"),
     ("tiny", "loss.reference_every=5", "loss.kl_coef=0"),
     ("tiny-ppo", "loss.reference_every=24", "steps=24"),
+    ("tiny", "correction.high=3", "correction.mode=auto; change that, or drop correction.high"),
     (PPO, "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
     ("tiny", "lora.alpha=8", "lora.rank=0"),
     ("tiny", "trainer.final_rate=0.1", "trainer.schedule=constant"),

@@ -188,6 +188,9 @@ def test_updates_match_plain_adamw_for_any_micro_batch_size(
     norm, max_norm, steps = 0.0, changes.get("max_grad_norm", 1.0), 4 if decay == 3 else 3
     for step in range(steps):
         batch = make_batch(7, seed=step)
+        if step == 1:
+            weights = [[n / 2 for n, _ in enumerate(row)] for row in batch.response_ids]
+            batch = dataclasses.replace(batch, weights=weights)
         expected = plain_step(model, optimizer, batch, max_norm)
         schedule.step()
         metrics = trainer.update_actor(batch)

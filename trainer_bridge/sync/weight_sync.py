@@ -16,7 +16,6 @@ shadow pages keep serving their old version, others serve nothing.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +63,9 @@ class SyncReceipt:
         nbytes: Bytes written into all targets.
         link_bytes: Bytes among them that went from one device to another.
         copy_seconds: Duration of this rank's copies.
-        merge_error: Share of the merged adapters' update that was lost when rounding to the served
-            dtype, 0 to 1, as a ratio of norms over sampled layers; None without adapters.
+        merge_lost: Share of the adapters' move (scale B A) that rounding to the served dtype took,
+            over sampled layers: 0 if the whole move reached the targets, 1 if nothing did. None
+            without adapters.
     """
 
     version: int
@@ -76,12 +76,12 @@ class SyncReceipt:
     nbytes: int = 0
     link_bytes: int = 0
     copy_seconds: float = 0.0
-    merge_error: float | None = None
+    merge_lost: float | None = None
 
     @property
     def lossy(self) -> bool:
-        """Return whether rounding lost over 10 % of the adapters' update, so the rollout lags."""
-        return self.merge_error is not None and self.merge_error > 0.1
+        """Return whether rounding took over 10 % of the adapters' move, so the rollout lags."""
+        return self.merge_lost is not None and self.merge_lost > 0.1
 
 
 @dataclass
@@ -248,7 +248,7 @@ class WeightSync:
             copy_seconds=state.copy_seconds,
             verify_seconds=max((update.seconds for update in updates), default=0.0),
             stages=state.stages,
-            merge_error=_merge_error([sums for _, sums in results]) if state.derived else None,
+            merge_lost=_merge_lost([sums for _, sums in results]) if state.derived else None,
         )
 
     def close(self) -> None:
@@ -413,9 +413,9 @@ def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
     ]
 
 
-def _merge_error(sums: Sequence[tuple[float, float]]) -> float:
-    lost, moved = (sum(values) for values in zip(*sums, strict=True))
-    return math.sqrt(lost / moved) if moved else 0.0
+def _merge_lost(sums: Sequence[tuple[float, float]]) -> float:
+    served, meant = (sum(values) for values in zip(*sums, strict=True))
+    return 1 - served / meant if meant else 0.0
 
 
 def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:

@@ -132,13 +132,14 @@ class LowRank:
         return out
 
     def rounding(self, base: Tensor, dtype: torch.dtype) -> Tensor:
-        """Measure how much of the product is lost when the merge is rounded to `dtype`.
+        """Measure how much of the product survives when the merge is rounded to `dtype`.
 
         The measure ignores the error of rounding the base itself.
 
         Returns:
-            fp32 [2]: sums of squares of the lost part and of the product, over a sample of the
-            first rows.
+            fp32 [2]: the inner product of the rounded move with the exact one, and the exact one's
+            sum of squares, over a sample of the first rows. Their ratio is the length of the
+            rounded move along the exact one.
         """
         a, b = self.a, self.b
         if base.ndim == 3:
@@ -148,7 +149,7 @@ class LowRank:
         with _full_precision(base.device):
             move = b[:count].float() @ a.float() * self.scale
         moved = (base + move).to(dtype).float() - base.to(dtype).float()
-        return torch.stack([(moved - move).square().sum(), move.square().sum()])
+        return torch.stack([(moved * move).sum(), move.square().sum()])
 
 
 @contextlib.contextmanager
@@ -302,7 +303,7 @@ class Writer:
 def rounding(
     derived: Mapping[str, LowRank], sources: Mapping[str, Tensor], plan: SyncPlan
 ) -> tuple[float, float]:
-    """Sum `LowRank.rounding` over a sample of the derived parameters, as (lost part, product).
+    """Sum `LowRank.rounding` over a sample of the derived parameters.
 
     The sample takes about eighty kernel launches and one synchronization for any model.
     """
@@ -319,8 +320,8 @@ def rounding(
     ]
     if not sums:
         return 0.0, 0.0
-    lost, moved = torch.stack(sums).sum(0).tolist()
-    return lost, moved
+    served, meant = torch.stack(sums).sum(0).tolist()
+    return served, meant
 
 
 def check_sources(shards: Iterable[SourceShard], sources: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from trainer_bridge.training.adamw_8bit import code_tables
 from trainer_bridge.training.checkpoint import read_values
+from trainer_bridge.training.correction import mismatch
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
@@ -13,6 +14,7 @@ __all__ = [
     "code_tables",
     "export_checkpoint",
     "lora_target_names",
+    "mismatch",
     "packed_attention",
     "read_values",
 ]

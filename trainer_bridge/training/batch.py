@@ -17,7 +17,7 @@ from trainer_bridge.training.packing import Packing
 
 _PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
 _ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
-PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
+PER_TOKEN = ("old_logprobs", "ref_logprobs", "weights", "values", "returns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,8 @@ class SequenceBatch:
         old_logprobs: Per response token, the log-probability under the policy that generated it.
         advantages: Per response token, or one number per sequence that applies to all its tokens.
         ref_logprobs: Per response token, the log-probability under the reference.
+        weights: Per response token, a factor of its term in the policy's loss, without effect on
+            the number of tokens that the loss averages over (`correct`). None: all are 1.
         values: Per response token, the critic's value before its update.
         returns: Per response token, the critic's target.
         routed_experts: Per sequence, integers [K, layers with experts, top_k]: the experts of the
@@ -92,6 +94,7 @@ class SequenceBatch:
     old_logprobs: list[list[float]] | None = None
     advantages: list[float] | list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
+    weights: list[list[float]] | None = None
     values: list[list[float]] | None = None
     returns: list[list[float]] | None = None
     routed_experts: Sequence[NDArray[Any] | None] | None = None

@@ -121,8 +121,9 @@ def policy_gradient(
 ) -> list[Tensor]:
     """Add `scale` times the gradient of a micro batch of `batch`, which `world` ranks share.
 
-    The loss of a token is the term of `config.loss` (`policy_terms`), plus the KL divergence from
-    the reference, minus the entropy. `token_factors` adds the tokens up.
+    The loss of a token is the term of `config.loss` (`policy_terms`), times its weight if the batch
+    has weights, plus the KL divergence from the reference, minus the entropy. `token_factors` adds
+    the tokens up.
 
     Returns:
         Sums over the micro batch's tokens: loss, with its factors; tokens clipped at the low side
@@ -138,6 +139,8 @@ def policy_gradient(
         log_ratio = logprobs - batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
         terms, low, high = policy_terms(loss, log_ratio, logprobs, advantages, micro)
+        if batch.weights is not None:
+            terms = terms * batch.of_tokens("weights", micro)
         if loss.kl_coef:
             reference = batch.of_tokens("ref_logprobs", micro)
             terms = terms + loss.kl_coef * kl_terms(loss.kl_estimator, logprobs, reference)

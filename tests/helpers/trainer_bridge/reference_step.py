@@ -51,12 +51,13 @@ def plain_step(
     """
     assert batch.old_logprobs is not None and batch.advantages is not None
     terms, low, high, kl = [], 0, 0, 0.0
-    for logp, old, advantage in zip(
-        reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, strict=True
+    weights = batch.weights or [[1.0] * len(row) for row in batch.response_ids]
+    for logp, old, advantage, weight in zip(
+        reference_logprobs(model, batch), batch.old_logprobs, batch.advantages, weights, strict=True
     ):
         ratio = (logp - torch.tensor(old)).exp()
         free, held = ratio * advantage, ratio.clamp(0.8, 1.3) * advantage
-        terms.append(-torch.minimum(free, held))
+        terms.append(-torch.minimum(free, held) * torch.tensor(weight))
         low += int((ratio < 0.8).sum()) * (advantage < 0)
         high += int((ratio > 1.3).sum()) * (advantage > 0)
         kl += float((ratio - 1 - ratio.log()).detach().sum())

@@ -1,0 +1,70 @@
+"""Importance corrections of a step, as the recipe's section `correction` asks for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from recipes.config.recipe import Recipe
+from recipes.figures import by_answer, flat
+from recipes.sampling import PerToken, Samples
+from trainer_bridge import CorrectionConfig, correct
+
+OPTIONS = tuple(CorrectionConfig.__dataclass_fields__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCorrection:
+    """What a correction changes in the updates of a step.
+
+    Attributes:
+        weights: Weight of each token in the policy's loss; None: all are 1.
+        rejected: Indices of answers that the updates leave out.
+        figures: Figures of the mismatch and of its correction, for the step's row.
+    """
+
+    weights: PerToken | None = None
+    rejected: frozenset[int] = frozenset()
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def kept(self, rows: Sequence[int]) -> list[int]:
+        """Return the indices among `rows` of answers that are not rejected."""
+        return [row for row in rows if row not in self.rejected]
+
+
+def correct_step(recipe: Recipe, samples: Samples, logprobs: PerToken) -> StepCorrection:
+    """Compare the log-probabilities of rollout and trainer, and correct for the difference.
+
+    Without a correction, the figures say what token weights of at most 2 would give. With
+    correction.mode=bypass, `logprobs` are the rollout's, too, and there is nothing to compare.
+    """
+    mode, lengths = recipe.correction_mode, list(map(len, samples.response_ids))
+    if mode == "bypass":
+        return StepCorrection()
+    corrected = correct(flat(samples.logprobs), flat(logprobs), lengths, options(recipe))
+    if mode == "none":
+        return StepCorrection(figures=corrected.figures)
+    return StepCorrection(
+        weights=by_answer(corrected.weights, lengths),
+        rejected=frozenset(row for row, kept in enumerate(corrected.kept) if not kept),
+        figures=corrected.figures,
+    )
+
+
+def options(recipe: Recipe) -> CorrectionConfig:
+    """Return the options of the weights; only correction.mode=decoupled changes the defaults."""
+    if recipe.correction.mode != "decoupled":
+        return CorrectionConfig()
+    return CorrectionConfig(**{name: getattr(recipe.correction, name) for name in OPTIONS})
+
+
+def summary(recipe: Recipe) -> str:
+    """Return the words about corrections at the start of a run; empty if there are none."""
+    if recipe.correction_mode == "none":
+        return ""
+    if recipe.correction_mode == "bypass":
+        return "; correction: the loss compares with the rollout's log-probabilities"
+    config = options(recipe)
+    because = f" ({recipe.inexact_rollout})" if recipe.correction.mode == "auto" else ""
+    bounds = f"truncated above {config.high:g}"
+    if config.how == "mask":
+        bounds = f"masked outside {config.low:g} to {config.high:g}"
+    return f"; correction: {config.level} weights, {bounds}{because}"
