@@ -1,7 +1,7 @@
 """The learning curve of every loss and advantage, as small multiples on one picture.
 
 `make bench-losses`. A recipe, by default the toy task of `tiny`, runs once for each case and seed
-with the case's keys. Runs stay in the folder `--out`, and the next call skips those that are done.
+with the case's keys. Runs stay in the folder `--out`, and the next call skips finished runs.
 Runs of another recipe or of other keys need another folder.
 """
 
@@ -156,13 +156,14 @@ def finished(recipe: str, settings: Sequence[str], folder: Path) -> list[Row]:
         raise RecipeError(f"{folder}: holds a run of other keys; give another --out")
     rows, last = whole_rows(metrics), ("eval" if wanted.eval.every else "train", wanted.steps)
     if not rows or (rows[-1]["kind"], rows[-1]["step"]) != last:
-        shutil.rmtree(folder, ignore_errors=True)
+        if saved.is_file():
+            shutil.rmtree(folder)
         start_run(recipe, settings, folder)
     return whole_rows(metrics)
 
 
 def measure(args: argparse.Namespace) -> Iterator[tuple[str, Curves | None]]:
-    """Yield each case with its figures, or with None if one of its runs failed."""
+    """Yield each case with its figures, or with None if a run failed."""
     common = [*ALWAYS.split(), *SIZES.get(args.recipe, "").split()]
     common += TINY.split() if args.tiny else []
     common += [f"steps={args.steps}"] if args.steps else []
@@ -279,8 +280,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--picture", type=Path, help="file (default: OUT/bench_losses.png)")
     args = options.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    found = dict(measure(args))
-    curves = {case: own for case, own in found.items() if own is not None}
+    measured = dict(measure(args))
+    curves = {case: own for case, own in measured.items() if own is not None}
     results = {
         case: {"keys": CASES[case], "exact_match": own.exact_match, "reward": own.rewards.tolist()}
         for case, own in curves.items()
@@ -290,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
         picture = args.picture or args.out / "bench_losses.png"
         draw(curves, args.recipe, picture)
         print(picture)
-    if failed := [case for case in found if case not in curves]:
+    if failed := [case for case in measured if case not in curves]:
         raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
