@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-gate
+BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-losses bench-gate
 
 .PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -122,6 +122,10 @@ bench-switch:
 # With vllm installed, or on PYTHONPATH: vLLM on our tags beside vLLM as it comes.
 bench-vllm:
 	$(GPU) -m benchmarks.bench_vllm --out $(OUT)
+
+# Learning curves of all losses on a CPU, about ten minutes: the picture of docs/losses.md. A second call skips finished runs.
+bench-losses: .venv/.run
+	$(BIN)/python -m benchmarks.bench_losses --out $(OUT)/losses --picture docs/images/losses.png
 
 # Red if a ratio to a rival or floor of the same run is worse than benchmarks/gate.json accepts.
 bench-gate:

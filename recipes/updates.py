@@ -11,13 +11,15 @@ from trainer_bridge import SequenceBatch
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
     """Return the answers of each update: a pass shuffles `count` answers into `number` parts.
 
-    If there are fewer answers than parts, there are as many parts as answers.
+    If there are fewer answers than parts, there are as many parts as answers. A single part needs
+    no shuffle.
     """
     parts: list[list[int]] = []
     number = min(count, number)
     for epoch in range(epochs):
         order = list(range(count))
-        random.Random(f"{seed}/mini_batches/{step}/{epoch}").shuffle(order)
+        if number > 1:
+            random.Random(f"{seed}/mini_batches/{step}/{epoch}").shuffle(order)
         parts += [
             order[count * part // number : count * (part + 1) // number] for part in range(number)
         ]

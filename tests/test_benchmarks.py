@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import bench_sync, common, gate
+import recipes
+from benchmarks import bench_losses, bench_sync, common, gate
+from recipes.errors import RecipeError
 
 # The arguments of each script, and names in its saved results.
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
@@ -66,6 +69,37 @@ def test_other_cases_are_saved_when_a_case_fails_or_is_skipped(tmp_path: Path) -
         common.run_cases("some", cases, tmp_path, bar=lambda name, figure: (name, figure.what))
     saved = json.loads((tmp_path / "some.json").read_text())
     assert saved.keys() == {"conditions", "good"} and (tmp_path / "some.png").exists()
+
+
+def test_losses_are_drawn_from_finished_runs_when_another_run_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--tiny", "--seeds", "1", "--out", str(tmp_path), "--cases"]
+    bench_losses.main([*words, "GSPO"])
+    picture = tmp_path / "bench_losses.png"
+    picture.unlink()
+
+    def fail(recipe: str, settings: Sequence[str], folder: Path) -> None:
+        raise RecipeError("no luck")
+
+    monkeypatch.setattr(bench_losses, "start_run", fail)
+    with pytest.raises(SystemExit, match="failed, see above: RLOO$"):
+        bench_losses.main([*words, "RLOO", "GSPO"])
+    saved = json.loads((tmp_path / "bench_losses.json").read_text())
+    assert saved.keys() == {"conditions", "GSPO"} and len(saved["GSPO"]["reward"][0]) == 2
+    printed = capsys.readouterr().out
+    assert "rloo-0 ... FAILED: no luck" in printed and "\n| GSPO | " in printed
+    assert picture.stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="failed, see above: GSPO$"):
+        bench_losses.main([*words, "GSPO", "--set", "trainer.learning_rate=1e-3"])
+    assert "holds a run of other keys" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", bench_losses.CASES)
+@pytest.mark.parametrize("recipe", ["tiny", "smollm2-135m"])
+def test_keys_of_losses_fit_recipe(recipe: str, case: str) -> None:
+    settings = bench_losses.settings_of(case, ["steps=2"], recipes.load(recipe))
+    assert recipes.load(recipe, settings).steps == 2
 
 
 def test_gate_names_ratios_that_are_slower_beyond_their_noise() -> None:

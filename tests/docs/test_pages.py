@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from recipes.cli import parse
 from recipes.config.load import find_recipe, load
@@ -121,6 +122,15 @@ def test_recipe_of_first_steps_loads_and_its_mistake_prints_the_error_shown(
     with pytest.raises(RecipeError) as raised:
         load(name, ["grpo.samples_per_prompt=0"])
     assert f"memsaver: {raised.value}" in page.read_text()
+
+
+def test_algorithms_of_losses_page_load_and_every_key_has_an_effect() -> None:
+    parts = [yaml.safe_load(block.text) for block in blocks(ROOT / "docs" / "losses.md", "yaml")]
+    assert len(parts) >= 7
+    for part in parts:
+        values = {f"{name}.{key}": value for name in part for key, value in part[name].items()}
+        recipe = load("tiny", [f"{key}={value}" for key, value in values.items()])
+        assert {key: recipe.value(key) for key in values} == values
 
 
 def test_make_targets_of_pages_and_links_of_readme_exist() -> None:

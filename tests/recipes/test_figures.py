@@ -82,8 +82,7 @@ def step_of(scores: Sequence[Score], tasks: Sequence[Task]) -> dict[str, Any]:
         texts=[""] * count,
         ended=[True] * (count - 1) + [False],
     )
-    row = answer_figures(samples, scores, {"generate_sequences": 0.5}, tasks)
-    return row | model_figures(samples, logprobs, None)
+    return answer_figures(samples, scores, {"generate_sequences": 0.5}, tasks)
 
 
 def test_row_has_rewards_lengths_and_answers_without_reward() -> None:

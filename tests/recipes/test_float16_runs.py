@@ -18,7 +18,7 @@ HALF = "model.dtype=float16"
 # Enough answers that some have a reward, and so all updates have a gradient.
 GRPO = ("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "eval.every=0")
 PPO = ("ppo.prompts_per_step=32", "ppo.samples_per_prompt=8", "eval.every=0")
-PPO += ("ppo.mini_batches=2", "ppo.kl_coef=0.1")
+PPO += ("ppo.mini_batches=2", "loss.kl_coef=0.1")
 SHARED = ("trainer.optimizer_offload=true", "cycle.alias=always")
 # Rollout and trainer round 35 results and as many weights (unit roundoff 2**-11) of magnitude 8.
 MISMATCH = 4 * math.sqrt(2 * 70) * 2**-11 * 8

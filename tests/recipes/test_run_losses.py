@@ -80,7 +80,7 @@ def test_loss_of_first_update_is_that_of_the_formula(words: str, make_run: MakeR
 
 def test_several_updates_of_a_step_clip_and_end_the_schedule(make_run: MakeRun) -> None:
     """Expect the same first step from every kind but for what clipping changes."""
-    two = [*FEW, *MANY, "loss.clip_low=0.01", "loss.clip_high=0.01", "trainer.lr_decay=true"]
+    two = [*FEW, *MANY, "loss.clip_low=0.01", "loss.clip_high=0.01", "trainer.schedule=linear"]
     kinds = {
         words: rows(folder := make_run("tiny", *two, words, "steps=2"), "train")
         for words in ("loss.kind=ppo", "loss.kind=gspo", "loss.kind=cispo", "loss.dual_clip=1.01")
