@@ -131,7 +131,9 @@ def compare_tokens(
         for reward, row in zip(rewards, penalties, strict=True)
         if reward is not None
     ]
-    advantages = centered(flat(earned)) if earned else np.zeros(0)
+    if not earned:
+        return [[0.0] * len(row) for row in penalties]
+    advantages = centered(flat(earned))
     if scale == "batch":
         advantages /= deviation(advantages) + EPSILON
     rows = iter(by_answer(advantages, list(map(len, earned))))
