@@ -252,13 +252,13 @@ class Trainer(SaverSide):
 
         Returns:
             value_loss, value_clip_fraction, critic_grad_norm (before clipping),
-            critic_learning_rate and, in float16, critic_loss_scale and critic_skipped.
+            critic_learning_rate and, in float16, critic_loss_scale and critic_overflows.
 
         Raises:
             StateError: The trainer has no critic, or a tag is offloaded.
             ValueError: The batch lacks a field.
-            FloatingPointError: A gradient is not finite; in float16, the loss is not finite either,
-                or it is the 20th such update in a row. Nothing has changed.
+            FloatingPointError: A gradient is not finite; in float16, at none of 20 loss scales, or
+                the loss is not finite either. Nothing has changed.
         """
         return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
@@ -270,8 +270,7 @@ class Trainer(SaverSide):
         share of these tokens. Needs tags `params` and `optim` reloaded.
 
         With `param_dtype="float16"` the loss is scaled (`LossScale`), and an update whose gradients
-        overflow is skipped: parameters and the optimizer's state stay unchanged, while `step` and
-        the learning rate's schedule advance.
+        overflow is computed again at half the scale, until they are finite.
 
         Args:
             batch: Sequences with `old_logprobs` and `advantages`, and with `ref_logprobs` if the
@@ -281,30 +280,34 @@ class Trainer(SaverSide):
             loss, grad_norm (before clipping), clip_fraction (share of tokens whose ratio the loss
             clips, see `PolicyLoss`), its parts clip_fraction_low (ratio below 1 - clip_low) and
             clip_fraction_high (ratio above 1 + clip_high), approx_kl, entropy (nats),
-            learning_rate and tokens. In float16 also loss_scale (of this update) and skipped (0 or
-            1); the grad_norm of a skipped update is 0.
+            learning_rate and tokens. In float16 also loss_scale (which gave finite gradients) and
+            overflows (how many times the update was computed again).
 
         Raises:
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
             ValueError: The batch lacks a field.
-            FloatingPointError: A gradient is not finite; in float16, the loss is not finite either,
-                or it is the 20th such update in a row. Nothing has changed.
+            FloatingPointError: A gradient is not finite; in float16, at none of 20 loss scales, or
+                the loss is not finite either. Nothing has changed.
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
         needed = ["old_logprobs", "advantages"]
         needed += ["ref_logprobs"] if self.config.loss.kl_coef else []
         check_learning("update_actor", batch, self.model.config, needed)
-        self.zero_grad()
-        world, scale = self._runtime.world, self._loss_scale
-        learn = partial(policy_gradient, self.model, self.config, batch, world, scale.value)
-        size = self.config.micro_batch_size
-        loss, *sums = add_gradients(self.model, batch, learn, size, self._runtime)
-        self._offloader.await_content()
-        rate, done = self._rate.after(self.step), self.step
-        low, high, kl, entropy = (total / batch.num_tokens for total in sums)
-        figures = optimizer_step(self.optimizer, self.config, scale, rate, done, loss)
+        world, size = self._runtime.world, self.config.micro_batch_size
+
+        def backward(scale: float) -> list[float]:
+            learn = partial(policy_gradient, self.model, self.config, batch, world, scale)
+            sums = add_gradients(self.model, batch, learn, size, self._runtime)
+            self._offloader.await_content()
+            return sums
+
+        rate = self._rate.after(self.step)
+        (loss, *sums), figures = optimizer_step(
+            self.optimizer, self.config, self._loss_scale, rate, self.step + 1, backward
+        )
         self.step += 1
+        low, high, kl, entropy = (total / batch.num_tokens for total in sums)
         self._runtime.finish()  # the step's queued work counts as part of this stage
         return {
             "loss": loss,
@@ -520,14 +523,14 @@ class Trainer(SaverSide):
         self.step = values["step"]
         self._rate = LearningRate.of(self.config).continuing(values.get("rate"), self.step)
         self._loss_scale = LossScale.of(self.config).continuing(values.get("loss_scale"))
-        after_load(self.optimizer, self.step - self._loss_scale.skipped)
+        after_load(self.optimizer, self.step)
         if (critic := self.critic) is not None:
             critic.step = values["critic_step"]
             begun = LearningRate.of(critic.config)
             critic.rate = begun.continuing(values.get("critic_rate"), critic.step)
-            scale = LossScale.of(critic.config).continuing(values.get("critic_loss_scale"))
-            critic.loss_scale = scale
-            after_load(critic.optimizer, critic.step - scale.skipped)
+            first = LossScale.of(critic.config)
+            critic.loss_scale = first.continuing(values.get("critic_loss_scale"))
+            after_load(critic.optimizer, critic.step)
         learned = PARAMS if self._adapters is None else ADAPTERS
         self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM, *moves)
         return values["extra"]

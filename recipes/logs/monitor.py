@@ -322,7 +322,7 @@ def describe(row: Mapping[str, Any]) -> str:
     parts = [
         f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
         *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
-        *([f"{row['skipped']:.0%} of updates skipped"] if row.get("skipped") else []),
+        *([f"{row['overflows']:.2g} overflows per update"] if row.get("overflows") else []),
         f"exact {_decimal(row, 'exact_match')}",
         *([] if "loss" in row else ["no update of the policy"]),
         *_mismatch(row),

@@ -1,9 +1,10 @@
-"""Training in float16: its loss scale, skipped updates, and errors if a model exceeds float16."""
+"""Training in float16: its loss scale, repeated updates, and errors if a model exceeds float16."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,23 @@ from torch import Tensor
 from tests.helpers.trainer_bridge.models import describe, make_batch, value_batch
 from tests.helpers.trainer_bridge.states import MOMENTS, assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import LEARNING_RATE, STABLE
-from trainer_bridge import CriticConfig, LoraConfig, Schedule, SequenceBatch, Trainer
-from trainer_bridge.training import loss_scale
-from trainer_bridge.training.loss_scale import FAILED, FIRST, LARGEST, LossScale
+from trainer_bridge import (
+    CriticConfig,
+    LoraConfig,
+    Schedule,
+    SequenceBatch,
+    Trainer,
+    TrainerConfig,
+)
+from trainer_bridge.training import loss_scale, optimizer
+from trainer_bridge.training.loss_scale import FIRST, LARGEST, TRIES, LossScale
+from trainer_bridge.training.optimizer import optimizer_step
 
 Make = Callable[..., Trainer]
 HALF: dict[str, Any] = {"param_dtype": "float16"}
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
 KINDS: list[dict[str, Any]] = [{}, {"lora": LORA}, {"optimizer_offload": True}]
+FALLS = Schedule(kind="linear", updates=4)
 U = 2.0**-11  # unit roundoff of float16
 
 
@@ -48,52 +58,70 @@ def on_policy(trainer: Trainer, count: int = 6, size: float = 1.0) -> SequenceBa
     )
 
 
-def scale_of(trainer: Trainer) -> LossScale:
-    return trainer._loss_scale
+def scale_of(side: Any) -> LossScale:
+    """Return the scale of a trainer's policy, or of a critic."""
+    return side._loss_scale if isinstance(side, Trainer) else side.loss_scale
 
 
-def counters(trainer: Trainer) -> set[float]:
-    return {float(state["step"]) for state in trainer.optimizer.state.values()}
+def counters(side: Any) -> set[float]:
+    return {float(state["step"]) for state in side.optimizer.state.values()}
 
 
 # ------------------------------------------------------------------------------ the scale itself
 
 
+class Model:
+    """The scale's rules without arithmetic: exponents of 2, and updates at the last one."""
+
+    exponent, good = round(math.log2(FIRST)), 0
+
+    def update(self, size: int) -> tuple[int, int] | None:
+        """Return exponent and overflows of an update whose gradient is 2**size; None: it fails.
+
+        The largest power of 2 in float16 is 2**15.
+        """
+        overflows = max(0, self.exponent + size - 15)
+        if overflows >= TRIES:
+            return None
+        used = self.exponent - overflows
+        self.exponent, self.good = used, 1 if overflows else self.good + 1
+        if self.good == 3:
+            self.exponent, self.good = min(used + 1, round(math.log2(LARGEST))), 0
+        return used, overflows
+
+
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, FAILED - 1)), max_size=8))
-@example([(True, 40), (False, 3), (True, 7)])  # reaches the largest scale
-def test_scale_follows_torch_grad_scaler_up_to_the_largest(runs: list[tuple[bool, int]]) -> None:
-    """Adapt both to runs of good and of bad updates, with an interval of 3 for growth."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([param], lr=0.0)
-    oracle = torch.amp.GradScaler("cpu", init_scale=FIRST, growth_interval=3)
-    ours, skipped, before = LossScale(dynamic=True, value=FIRST), 0, True
+@given(st.lists(st.tuples(st.integers(-20, 25), st.integers(1, 7)), max_size=8))
+@example([(-20, 40), (0, 2), (25, 1)])  # reaches the largest scale
+@example([(18, 2), (19, 1), (0, 1)])  # 19 and 4 overflows, and then none
+def test_updates_repeat_as_a_model_of_the_scale_predicts(runs: list[tuple[int, int]]) -> None:
+    """Run updates whose gradient is a power of 2, of which the parameter counts the sum."""
+    param = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    sgd = torch.optim.SGD([param], lr=1.0)
+    config = TrainerConfig(model_path="-", max_grad_norm=None)
+    ours, model, failed = LossScale(dynamic=True, value=FIRST), Model(), list[Any]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale, "GOOD", 3)
-        for good, count in runs:
-            if not (good or before):
-                continue  # joined runs could be 20 long
-            before = good
-            for _ in range(count):
-                assert ours.value == float(oracle.scale(torch.ones(())))
-                param.grad = torch.full((1,), 1.0 if good else math.inf)
-                oracle.step(optimizer)
-                oracle.update()
-                if oracle.get_scale() > LARGEST:
-                    oracle.update(LARGEST)
-                assert ours.accept(float(param.grad), 0.5, 1) is good
-                skipped += not good
-            assert (ours.skipped, ours.failed) == (skipped, 0 if good else count)
-            assert ours.good == oracle._get_growth_tracker()
+        patch.setattr(optimizer, "local_shard", lambda tensor: tensor)
+        for size in (size for size, count in runs for _ in range(count)):
 
+            def backward(scale: float, size: int = size) -> list[float]:
+                assert param.grad is None and all(tensor() is None for tensor in failed)
+                param.grad = torch.tensor(scale * 2.0**size).half().double()
+                failed.append(weakref.ref(param.grad))
+                return [0.5]
 
-def test_scale_is_constant_and_refuses_infinite_gradients_without_float16() -> None:
-    scale = LossScale(dynamic=False, value=1.0)
-    assert all(scale.accept(1.0, 0.5, update) for update in range(2 * loss_scale.GOOD + 1))
-    assert scale.value == 1.0
-    with pytest.raises(FloatingPointError, match="norm is inf in step 7, parameters are unchanged"):
-        scale.accept(math.inf, 0.5, 7)
-    assert scale.skipped == 0
+            held, scale = float(param.detach()), dataclasses.replace(ours)
+            if (expected := model.update(size)) is None:
+                with pytest.raises(FloatingPointError, match="in step 7, .*loss scales tried: 20"):
+                    optimizer_step(sgd, config, ours, 1.0, 7, backward)
+                assert (float(param.detach()), ours) == (held, scale)
+            else:
+                figures = optimizer_step(sgd, config, ours, 1.0, 7, backward)[1]
+                assert (math.log2(figures["loss_scale"]), figures["overflows"]) == expected
+                assert float(param.detach()) == held - 2.0**size
+            assert (math.log2(ours.value), ours.good) == (model.exponent, model.good)
+            assert param.grad is None
 
 
 # ----------------------------------------------------------------------------- float16 and float32
@@ -121,7 +149,7 @@ def test_float16_update_matches_float32(
     apart = float((scores - rounded).abs().max())
     assert 0 < apart <= 4 * math.sqrt(70) * U * float(scores.abs().max())
     expected, got = exact.update_actor(batch), half.update_actor(batch)
-    assert (got["loss_scale"], got["skipped"]) == (FIRST, 0.0) and "skipped" not in expected
+    assert (got["loss_scale"], got["overflows"]) == (FIRST, 0.0) and "overflows" not in expected
     off = 4 * math.sqrt(140) * U * expected["grad_norm"]
     assert abs(got["grad_norm"] - expected["grad_norm"]) <= off
     off /= max(1.0, expected["grad_norm"])  # clipping
@@ -146,7 +174,7 @@ def test_critic_update_in_float16_matches_float32(model_path: str, make_trainer:
     expected, got = (side.update_critic(batch) for side in sides)
     off = 4 * math.sqrt(140) * U * expected["critic_grad_norm"]
     assert abs(got["critic_grad_norm"] - expected["critic_grad_norm"]) <= off
-    assert (got["critic_loss_scale"], got["critic_skipped"]) == (FIRST, 0.0)
+    assert (got["critic_loss_scale"], got["critic_overflows"]) == (FIRST, 0.0)
 
 
 def test_float16_scores_round_less_than_a_quarter_of_bfloat16(
@@ -172,77 +200,74 @@ def test_scale_keeps_gradients_that_vanish_in_float16(model_path: str, make_trai
     assert unscaled.update_actor(batch)["grad_norm"] < expected / 2
 
 
-# --------------------------------------------------------------------------------- skipped updates
+# -------------------------------------------------------------------------------- repeated updates
 
 
 @pytest.mark.parametrize("changes", KINDS, ids=str)
-def test_skipped_update_changes_only_scale_and_schedule(
+def test_repeated_update_has_the_bits_of_one_that_starts_at_the_scale_that_worked(
     changes: dict[str, Any], device: str, model_path: str, make_trainer: Make
 ) -> None:
-    falls = Schedule(kind="linear", updates=4)
-    trainer, twin = (
-        make_trainer(model_path, device=device, schedule=falls, **changes, **HALF) for _ in "ab"
-    )
-    for side in (trainer, twin):
-        side.update_actor(make_batch(4))
-    before, batch = bits(trainer), overflowing(make_batch(4, seed=1))
-    figures = trainer.update_actor(batch)
-    assert (figures["skipped"], figures["loss_scale"], figures["grad_norm"]) == (1.0, FIRST, 0.0)
-    assert math.isfinite(figures["loss"])
-    assert_same_bits(bits(trainer), before)
-    assert (trainer.step, counters(trainer)) == (2, {1.0})
-    assert all(param.grad is None for param in trainer.model.parameters())
-    twin.step = 2  # the twin never sees the batch
-    scale_of(twin).value = FIRST / 2
-    again = make_batch(4, seed=2)
-    expected, got = (side.update_actor(again) for side in (twin, trainer))
-    assert got == expected and got["learning_rate"] == LEARNING_RATE / 2
-    assert_same_bits(bits(trainer), bits(twin))
-    assert counters(trainer) == counters(twin) == {2.0}
+    both = {"critic": CriticConfig(learning_rate=1e-2), "schedule": FALLS, **changes, **HALF}
+    repeats, twin = (make_trainer(model_path, device=device, **both) for _ in "ab")
+    for learn, side in (("update_actor", 0), ("update_critic", 1)):
+        prefix = "critic_" * side
+        first, second = ((one, one.critic)[side] for one in (repeats, twin))
+        for one in (repeats, twin):
+            getattr(one, learn)(value_batch(4))
+        assert scale_of(first) == LossScale(dynamic=True, value=FIRST, good=1)  # of its own
+        scale_of(first).value = 2.0**34
+        got = getattr(repeats, learn)(value_batch(4, seed=1))
+        overflows, worked = got.pop(prefix + "overflows"), got[prefix + "loss_scale"]
+        assert overflows > 0 and worked == 2.0 ** (34 - overflows)
+        vars(scale_of(second)).update(value=worked, good=0)
+        expected = getattr(twin, learn)(value_batch(4, seed=1))
+        assert expected.pop(prefix + "overflows") == 0
+        assert got == expected and got[prefix + "grad_norm"] > 0
+        assert scale_of(first) == scale_of(second)
+        assert_same_bits(bits(first), bits(second))
+        assert (first.step, counters(first)) == (2, {2.0})
+        assert all(param.grad is None for param in first.model.parameters())
 
 
-def test_critic_skips_updates_with_a_scale_of_its_own(model_path: str, make_trainer: Make) -> None:
-    trainer = make_trainer(model_path, critic=CriticConfig(learning_rate=1e-2), **HALF)
-    assert trainer.critic is not None
-    trainer.update_critic(value_batch(4))
-    before, bad = bits(trainer.critic), overflowing(value_batch(4, seed=1))
-    assert trainer.update_critic(bad)["critic_skipped"] == 1.0
-    assert_same_bits(bits(trainer.critic), before)
-    assert (trainer.critic.step, trainer.critic.loss_scale.value) == (2, FIRST / 2)
-    assert trainer.update_critic(value_batch(4))["critic_loss_scale"] == FIRST / 2
-    assert trainer.update_actor(make_batch(4))["loss_scale"] == FIRST
-
-
-def test_checkpoint_amid_skipped_updates_continues_bit_identical_to_the_error(
+def test_checkpoint_keeps_the_scale_and_continues_bit_identical(
     model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     critic = {"critic": CriticConfig(learning_rate=1e-2)}
     first, second = (make_trainer(model_path, **critic, **HALF) for _ in "ab")
-    bad = overflowing(value_batch(4, seed=1))
-    for batch in (value_batch(4), bad, value_batch(4, seed=2), *[bad] * 12):
-        first.update_actor(batch)
-        first.update_critic(batch)
-    first.save_checkpoint(str(tmp_path / "amid"))
-    second.load_checkpoint(str(tmp_path / "amid"))
-    assert (second.step, counters(second), scale_of(second).value) == (15, {2.0}, FIRST * 2**-13)
-    assert second.critic is not None and second.critic.loss_scale == first.critic.loss_scale  # type: ignore[union-attr]
-    before = bits(first)
-    for _ in range(FAILED - 1 - 12):
-        assert first.update_actor(bad) == second.update_actor(bad)
-    for side in (first, second):
-        with pytest.raises(FloatingPointError) as caught:
-            side.update_actor(bad)
-        text = str(caught.value)
-        assert "not finite in 20 updates in a row, up to step 23 with loss scale 0.0625" in text
-        assert "parameters are unchanged" in text and "model.dtype=bfloat16" in text
-        assert_same_bits(bits(side), before)
-        assert (side.step, counters(side)) == (22, {2.0})
-    good = value_batch(4, seed=3)
+    scale_of(first).value = 2.0**34
+    scale_of(first.critic).value = FIRST / 4  # no overflow
+    for seed in range(2):
+        first.update_actor(value_batch(4, seed))
+        first.update_critic(value_batch(4, seed))
+    first.save_checkpoint(str(tmp_path / "saved"))
+    second.load_checkpoint(str(tmp_path / "saved"))
+    for one, other in ((first, second), (first.critic, second.critic)):
+        assert (scale_of(one), counters(other)) == (scale_of(other), {2.0})
+    assert FIRST < scale_of(second).value < 2.0**34
+    assert scale_of(second.critic) == LossScale(dynamic=True, value=FIRST / 4, good=2)
     for learn in ("update_actor", "update_critic"):
+        good = value_batch(4, seed=3)
         assert getattr(first, learn)(good) == getattr(second, learn)(good)
-    assert scale_of(first).failed == 0
     assert_same_bits(bits(first), bits(second))
     assert_same_bits(bits(first.critic), bits(second.critic))
+
+
+def test_update_that_overflows_at_20_scales_changes_nothing(
+    model_path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(model_path, critic=CriticConfig(), **HALF)
+    for learn, side in (("update_actor", trainer), ("update_critic", trainer.critic)):
+        getattr(trainer, learn)(value_batch(4))
+        before, scale = bits(side), dataclasses.replace(scale_of(side))
+        with pytest.raises(FloatingPointError) as caught:
+            getattr(trainer, learn)(overflowing(value_batch(4, seed=1)))
+        text = str(caught.value)
+        assert "in step 2, parameters are unchanged, loss scales tried: 20 from 65536 " in text
+        assert "model.dtype=bfloat16" in text
+        assert_same_bits(bits(side), before)
+        assert (side.step, counters(side), scale_of(side)) == (1, {1.0}, scale)
+        assert all(param.grad is None for param in side.model.parameters())
+        getattr(trainer, learn)(value_batch(4, seed=1))
 
 
 def test_checkpoint_of_float16_continues_in_bfloat16_and_the_reverse(
@@ -250,16 +275,16 @@ def test_checkpoint_of_float16_continues_in_bfloat16_and_the_reverse(
 ) -> None:
     """Keep masters, moments and Adam's counters; the scale starts again."""
     half, brain = make_trainer(model_path, **HALF), make_trainer(model_path, param_dtype="bfloat16")
+    scale_of(half).value = 2.0**34
     half.update_actor(make_batch(4))
-    half.update_actor(overflowing(make_batch(4)))
     half.save_checkpoint(str(tmp_path / "half"))
     brain.load_checkpoint(str(tmp_path / "half"))
     assert_same_bits(bits(brain), bits(half))
-    assert (brain.step, counters(brain), scale_of(brain).value) == (2, {1.0}, 1.0)
-    assert "skipped" not in brain.update_actor(make_batch(4))
+    assert (brain.step, counters(brain), scale_of(brain).value) == (1, {1.0}, 1.0)
+    assert "overflows" not in brain.update_actor(make_batch(4))
     brain.save_checkpoint(str(tmp_path / "brain"))
     half.load_checkpoint(str(tmp_path / "brain"))
-    assert (half.step, counters(half)) == (3, {2.0})
+    assert (half.step, counters(half)) == (2, {2.0})
     assert half.update_actor(make_batch(4))["loss_scale"] == FIRST
 
 

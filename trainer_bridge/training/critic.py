@@ -1,5 +1,7 @@
 """The critic: a decoder with one output, which predicts the future return at each token."""
 
+from functools import partial
+
 from torch import Tensor
 
 from memsaver import MemorySaver
@@ -50,31 +52,32 @@ class Critic:
 
         Raises:
             ValueError: The batch lacks `values` or `returns`.
-            FloatingPointError: A gradient is not finite, and `LossScale.accept` does not skip the
-                update. Nothing has changed.
+            FloatingPointError: A gradient is not finite, in float16 at no loss scale, or the loss
+                is not finite either. Nothing has changed.
         """
         check_learning("update_critic", batch, self.model.config, ["values", "returns"])
-        self.optimizer.zero_grad(set_to_none=True)
-        size = self.config.micro_batch_size
-        sums = add_gradients(
-            self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
+        size, rate = self.config.micro_batch_size, self.rate.after(self.step)
+
+        def backward(scale: float) -> list[float]:
+            learn = partial(self._backward, batch, scale)
+            return add_gradients(self.model, batch, learn, size, self._runtime)
+
+        sums, taken = optimizer_step(
+            self.optimizer, self.config, self.loss_scale, rate, self.step + 1, backward
         )
-        loss, clipped = (total / batch.num_tokens for total in sums)
-        rate = self.rate.after(self.step)
-        scale, done = self.loss_scale, self.step
-        taken = optimizer_step(self.optimizer, self.config, scale, rate, done, loss)
         self.step += 1
+        loss, clipped = (total / batch.num_tokens for total in sums)
         figures = {"value_loss": loss, "value_clip_fraction": clipped}
         return figures | {f"critic_{name}": value for name, value in taken.items()}
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return token_logits(self.model, micro).squeeze(-1).float()
 
-    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[Tensor]:
-        """Add the micro batch's gradient, and return its sums of loss and clipped tokens."""
+    def _backward(self, batch: SequenceBatch, scale: float, micro: MicroBatch) -> list[Tensor]:
+        """Add `scale` times the micro batch's gradient; return its sums of loss and clips."""
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
         loss, clipped = value_clip(self._values(micro), old, returns, self._limit)
         # FSDP divides the gradients by the number of ranks.
-        factor = self.loss_scale.value * self._runtime.world / batch.num_tokens
+        factor = scale * self._runtime.world / batch.num_tokens
         (loss * factor).backward()
         return [loss.detach(), clipped]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.sync.shards import local_shard
 
 FIRST = 2.0**16
 LARGEST = 2.0**24
-GOOD = 2_000  # updates in a row after which the scale doubles
-FAILED = 20  # updates in a row of which the last one raises
+GOOD = 2_000  # updates without an overflow after which the scale doubles
+TRIES = 20  # scales at which an update is computed before it raises
+_WIDER = 'set param_dtype="bfloat16" (in a recipe, model.dtype=bfloat16)'
 
 
 @dataclass
@@ -24,21 +23,19 @@ class LossScale:
     """The factor of an update's loss in the backward pass; it is 1 unless the model is in float16.
 
     Gradients of activations below 6e-8 vanish in float16, and those above 65,504 are infinite. The
-    scale lifts them above the lower end. It doubles after 2,000 good updates and halves if the norm
-    of the gradients is not finite, which skips the update. Its values are powers of two, so scaling
-    does not round. The policy and the critic have one each, which their checkpoints contain.
+    scale lifts them above the lower end. If the norm of the gradients is not finite, the update is
+    computed again at half the scale (`optimizer_step`). The scale doubles after 2,000 updates
+    without an overflow. Its values are powers of two, so scaling does not round. The policy and the
+    critic have one each, which their checkpoints contain.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), with the numbers of
-    `torch.amp.GradScaler`, which has no largest scale. A largest scale keeps many updates without
-    any gradient from raising it until the next gradients overflow in 20 updates. GradScaler itself
-    would read all gradients and wait for the device a second time; here the norm decides.
+    `torch.amp.GradScaler`, which skips an update that overflows and has no largest scale. A largest
+    scale keeps many updates without any gradient from raising it beyond what 20 halvings repair.
     """
 
     dynamic: bool  # whether the model is in float16
     value: float
-    good: int = 0  # good updates since the scale changed
-    failed: int = 0  # skipped updates since the last good one
-    skipped: int = 0  # all skipped updates
+    good: int = 0  # updates since the scale changed
 
     @classmethod
     def of(cls, config: TrainerConfig) -> LossScale:
@@ -46,56 +43,40 @@ class LossScale:
         return cls(dynamic=dynamic, value=FIRST if dynamic else 1.0)
 
     def continuing(self, stored: Mapping[str, Any] | None) -> LossScale:
-        """Return the scale of a run that continues from a checkpoint.
+        """Return the scale of a run that continues from a checkpoint with the fields `stored`.
 
-        `stored` has the fields of the checkpoint's scale; None if it has none. If one scale is
-        dynamic and the other is not, only the number of skipped updates is taken.
+        A checkpoint without a scale, or with a dynamic one for a model that needs none or the
+        reverse, leaves this one unchanged.
         """
-        if stored is None:
+        if stored is None or stored["dynamic"] != self.dynamic:
             return self
-        before = LossScale(**stored)
-        return before if before.dynamic == self.dynamic else replace(self, skipped=before.skipped)
+        return replace(self, value=stored["value"], good=stored["good"])
 
-    @torch.no_grad()
-    def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Divide the fp32 gradients of the parameters by the scale, in place."""
-        grads = [local_shard(param.grad) for param in params if param.grad is not None]
-        if self.dynamic and grads:
-            torch._foreach_mul_(grads, 1 / self.value)
+    def check_repeat(self, norm: float, loss: float, overflows: int, update: int) -> None:
+        """Return if update number `update` is to be computed again after `overflows` overflows.
 
-    def accept(self, norm: float, loss: float, update: int) -> bool:
-        """Adapt the scale, and return whether to run update number `update`; if not, skip it.
-
-        `norm` is that of the unscaled gradients of all ranks, and `loss` the loss of all ranks, so
-        every rank decides alike.
+        `norm` is that of the gradients of all ranks, and `loss` the loss of all ranks, so every
+        rank decides alike.
 
         Raises:
-            FloatingPointError: The norm is not finite, and a lower scale is no remedy: the scale is
-                not dynamic, the loss is not finite either, or 19 updates in a row were skipped.
-                Nothing has changed.
+            FloatingPointError: A lower scale is no remedy: the scale is not dynamic, the loss is
+                not finite either, or 20 scales were tried. Nothing has changed.
         """
-        if math.isfinite(norm):
-            self.failed, self.good = 0, self.good + 1
-            if self.dynamic and self.good == GOOD:
-                self.good, self.value = 0, min(2 * self.value, LARGEST)
-            return True
-        if not self.dynamic or not math.isfinite(loss):
-            remedy = "look for NaN in the batch's float fields, or lower the learning rate"
-            if self.dynamic:
-                remedy += f", or {_WIDER}"
-            rule = f"the gradient's norm is {norm} in step {update}, parameters are unchanged"
-            raise FloatingPointError(f"{rule}; {remedy}")
-        if self.failed + 1 == FAILED:
-            rule = f"the gradient's norm was not finite in {FAILED} updates in a row, up to step"
-            state = f"{update} with loss scale {self.value:g}; parameters are unchanged"
-            raise FloatingPointError(f"{rule} {state}; {_WIDER}")
-        self.good, self.value = 0, self.value / 2
-        self.failed += 1
-        self.skipped += 1
-        return False
+        if self.dynamic and math.isfinite(loss) and overflows < TRIES:
+            return
+        rule = f"the gradient's norm is {norm} in step {update}, parameters are unchanged"
+        remedy = "look for NaN in the batch's float fields, or lower the learning rate"
+        if self.dynamic:
+            rule += f", loss scales tried: {overflows} from {self.value:g} downwards"
+            remedy += f", or {_WIDER}"
+        raise FloatingPointError(f"{rule}; {remedy}")
 
-
-_WIDER = 'set param_dtype="bfloat16" (in a recipe, model.dtype=bfloat16)'
+    def keep(self, value: float) -> None:
+        """Set the scale to that of a good update, and double it after `GOOD` updates."""
+        self.good = self.good + 1 if value == self.value else 1
+        self.value = value
+        if self.dynamic and self.good == GOOD:
+            self.good, self.value = 0, min(2 * value, LARGEST)
 
 
 def check_scores(method: str, scores: list[list[float]], config: TrainerConfig) -> None:

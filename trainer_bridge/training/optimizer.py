@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -269,45 +269,56 @@ def optimizer_step(
     config: TrainerConfig,
     scale: LossScale,
     rate: float,
-    done: int,
-    loss: float,
-) -> dict[str, float]:
-    """Run step `done + 1` with learning rate `rate`, and free the gradients.
+    number: int,
+    backward: Callable[[float], list[float]],
+) -> tuple[list[float], dict[str, float]]:
+    """Run step number `number` with learning rate `rate` on new gradients, and free them.
 
-    The gradients are divided by the scale and clipped. If they are not finite, parameters and
-    optimizer stay unchanged, and the step is skipped or raises a FloatingPointError
-    (`LossScale.accept`, which takes the step's `loss`).
+    `backward` adds the gradients of the loss times the given scale, and returns sums over all
+    ranks, first the loss. It is repeated at half the scale while the gradients are not finite
+    (`LossScale`). Then they are divided by the scale and clipped.
 
     Returns:
-        grad_norm (before clipping; 0 if skipped) and learning_rate. A dynamic scale adds loss_scale
-        (of this step) and skipped (0 or 1).
+        The sums, and the figures grad_norm (before clipping) and learning_rate. A dynamic scale
+        adds loss_scale (which gave finite gradients) and overflows (the number of repeats).
+
+    Raises:
+        FloatingPointError: The gradients are not finite, and a lower scale is no remedy
+            (`LossScale.check_repeat`). Nothing has changed.
     """
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    used, skipped = scale.value, scale.skipped
-    scale.unscale(params)
-    limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    norm = torch.nn.utils.clip_grad_norm_(params, limit)
-    grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     try:
-        if scale.accept(grad_norm, loss, done + 1):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-        else:
-            grad_norm = 0.0
+        for overflows in count():
+            used = scale.value / 2**overflows
+            optimizer.zero_grad(set_to_none=True)  # a failed try must not hold memory
+            sums = backward(used)
+            norm = _clip(optimizer, used, config.max_grad_norm)
+            if math.isfinite(norm):
+                break
+            scale.check_repeat(norm, sums[0], overflows + 1, number)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
     finally:
         optimizer.zero_grad(set_to_none=True)
-    figures = {"grad_norm": grad_norm, "learning_rate": rate}
+    scale.keep(used)
+    figures = {"grad_norm": norm, "learning_rate": rate}
     if scale.dynamic:
-        figures |= {"loss_scale": used, "skipped": float(scale.skipped - skipped)}
-    return figures
+        figures |= {"loss_scale": used, "overflows": float(overflows)}
+    return sums, figures
+
+
+def _clip(optimizer: torch.optim.Optimizer, scale: float, limit: float | None) -> float:
+    """Divide the gradients by the scale, clip them, and return their norm on all ranks."""
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    grads = [local_shard(param.grad) for param in params if param.grad is not None]
+    if scale != 1 and grads:
+        torch._foreach_mul_(grads, 1 / scale)
+    norm = torch.nn.utils.clip_grad_norm_(params, math.inf if limit is None else limit)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Set the counters to `done` steps after a load, and round loaded masters into the parameters.
-
-    Skipped steps do not count.
-    """
+    """Set the counters to `done` steps after a load, and round loaded masters into parameters."""
     for state in optimizer.state.values():
         state["step"].fill_(done)
     if isinstance(optimizer, StreamedAdamW):
