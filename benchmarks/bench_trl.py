@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,13 +32,13 @@ SMOOTH = 5  # steps of the mean that a curve shows
 def main() -> None:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for side in SIDES:
             if not (args.out / f"{side}_{seed}.json").exists():
                 run(side, seed, args)
     draw(args.out, args.seeds)
     for side in SIDES:
-        parts = [json.loads((args.out / f"{side}_{n}.json").read_text()) for n in range(args.seeds)]
+        parts = [json.loads((args.out / f"{side}_{n}.json").read_text()) for n in args.seeds]
         seconds = statistics.median(second for part in parts for second in part["seconds"][2:])
         last = ", ".join(f"{statistics.fmean(part['rewards'][-10:]):.3f}" for part in parts)
         most = max(part["mib"] for part in parts)
@@ -48,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, default=Path("runs/trl"))
     return parser.parse_args()
 
@@ -81,7 +82,8 @@ def run(side: str, seed: int, args: argparse.Namespace) -> None:
 def largest_memory() -> Iterator[list[int]]:
     """Collect the MiB in use on the GPU, about three times a second."""
     used, over = [0], threading.Event()
-    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "-i", card, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 
     def sample() -> None:
         while not over.wait(0.3):
@@ -96,15 +98,15 @@ def largest_memory() -> Iterator[list[int]]:
         thread.join()
 
 
-def draw(out: Path, seeds: int) -> None:
+def draw(out: Path, seeds: Sequence[int]) -> None:
     """Draw the reward of both sides by step, one line for each seed."""
     with matplotlib.rc_context(STYLE):
         figure = matplotlib.figure.Figure(figsize=(5, 2.8), layout="constrained")
         axes = figure.subplots()
         for side, color in zip(SIDES, ("C0", "C1"), strict=True):
-            for seed in range(seeds):
+            for seed in seeds:
                 rewards = json.loads((out / f"{side}_{seed}.json").read_text())["rewards"]
-                label = {"memsaver": "memsaver", "trl": "TRL"}[side] if seed == 0 else None
+                label = {"memsaver": "memsaver", "trl": "TRL"}[side] if seed == seeds[0] else None
                 axes.plot(*smoothed(rewards), color=color, label=label, linewidth=1.2)
         axes.set_xlabel("step")
         axes.set_ylabel(f"reward, mean of {SMOOTH} steps")
