@@ -91,6 +91,7 @@ def test_prompts_are_those_of_earlier_versions() -> None:
     assert (
         hashlib.sha256(repr(steps).encode()).hexdigest().startswith("fee2e861b212b21a1c1b71e3fc98")
     )
+    assert pick_problems(MIXED, 8, 3, 0) != pick_problems(MIXED, 8, 4, 0)
 
 
 @settings(max_examples=50)
