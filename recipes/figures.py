@@ -95,10 +95,16 @@ def answer_figures(
 
 
 def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict[str, float]:
-    """Return the divergence of the policy from the reference; nothing without a reference."""
+    """Return the divergence of the policy from the reference; nothing without a reference.
+
+    It is the mean of r - 1 - log(r) over all tokens, in nats, where r is the probability under the
+    reference divided by that under the policy. This is the estimator k3 of Schulman,
+    "Approximating KL Divergence" (2020).
+    """
     if ref_logprobs is None:
         return {}
-    return {"kl_to_reference": kl_to_reference(log_ratios(logprobs, ref_logprobs))}
+    ratios = log_ratios(logprobs, ref_logprobs)
+    return {"kl_to_reference": float(np.mean(np.expm1(ratios) - ratios))}
 
 
 def _of_scores(scores: Sequence[Score]) -> dict[str, float]:
@@ -137,12 +143,3 @@ def _by_set(
     for task, score in zip(samples.tasks, scores, strict=True):
         sets[task.name].append(score)
     return {name: {"answers": len(part), **_of_scores(part)} for name, part in sets.items() if part}
-
-
-def kl_to_reference(ratios: Numbers) -> float:
-    """Return the mean of r - 1 - log(r) over all tokens, in nats, given log(r) of each.
-
-    r is the probability under the reference divided by that under the policy. This is the estimator
-    k3 of Schulman, "Approximating KL Divergence" (2020).
-    """
-    return float(np.mean(np.expm1(ratios) - ratios))

@@ -30,7 +30,7 @@ from recipes.corrections import correct_step
 from recipes.figures import answer_figures, reference_figures
 from recipes.loop import Loop, Scoring, schedule_of
 from recipes.rounds import learnable, sample_groups
-from recipes.sampling import Samples, taught
+from recipes.sampling import Samples, usable
 from recipes.updates import mini_batches, update
 
 
@@ -42,40 +42,40 @@ class GrpoLoop(Loop):
         return {"schedule": schedule_of(recipe, recipe.steps, recipe.updates_per_step)}
 
     def train_step(self, step: int) -> dict[str, Any]:
-        sampled = sample_groups(self, step)
-        samples, scoring = sampled.to_train_on()
-        learned = dict[str, Any]()
-        if samples.texts:
-            learned = self.learn(step, samples, scoring)
+        recipe, sampled = self.setup.recipe, sample_groups(self, step)
+        taken, scoring = sampled.to_train_on()
+        row: dict[str, Any] = dict(sampled.figures)
+        if taken.texts:
+            row |= self.learn(step, taken, scoring)
         else:  # no group with signal
             self.to_train()
-        scores, seconds = sampled.scoring(), self.monitor.seconds
-        row = answer_figures(sampled.samples, scores, seconds, self.setup.tasks.trained)
-        signal = learnable(sampled.samples, scores, self.setup.recipe)
-        return learned | row | sampled.figures | {"groups_without_signal": signal.count(False)}
+        samples, scores, seconds = sampled.samples, sampled.scoring(), self.monitor.seconds
+        if recipe.grpo.baseline != "batch":  # which does not compare within groups
+            row["groups_without_signal"] = learnable(samples, scores, recipe).count(False)
+        return row | answer_figures(samples, scores, seconds, self.setup.tasks.trained)
 
-    def learn(self, step: int, samples: Samples, scoring: Scoring) -> dict[str, Any]:
+    def learn(self, step: int, samples: Samples, scoring: Scoring) -> dict[str, float]:
         """Update the policy on answers of whole groups, and return figures of the models."""
         recipe, grpo = self.setup.recipe, self.setup.recipe.grpo
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
-        unreplayed = self.unreplayed_mismatch(step, samples)
         correction = correct_step(recipe, samples, logprobs)
+        figures = reference_figures(logprobs, ref_logprobs) | correction.figures
+        figures |= self.unreplayed_mismatch(step, samples)
         self.to_train()
-        rewards = [score.reward for score in scores]
         with self.stage("compute_advantages"):
+            rewards = [score.reward for score in scores]
             advantages = compute_advantages(recipe, rewards, logprobs, ref_logprobs)
-        learning = {
-            "old_logprobs": logprobs,
-            "advantages": advantages,
-            "weights": correction.weights,
-            "ref_logprobs": ref_logprobs if recipe.kl_in == "loss" else None,
-            "routed_experts": samples.routed_experts,
-        }
-        rows = correction.kept(taught(samples, scores, recipe.loss.mask_cut_off))
-        batch = samples.batch(self.temperature, **learning).select(rows)
+        batch = samples.batch(
+            self.temperature,
+            old_logprobs=logprobs,
+            advantages=advantages,
+            weights=correction.weights,
+            ref_logprobs=ref_logprobs if recipe.kl_in == "loss" else None,
+            routed_experts=samples.routed_experts,
+        )
+        taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
+        batch = batch.select(taken)
         parts = mini_batches(len(batch), grpo.epochs, grpo.mini_batches, recipe.seed, step)
         with self.stage("update_actor"):
-            learned = update(self.trainer.update_actor, batch, parts)
-        figures = reference_figures(logprobs, ref_logprobs) | correction.figures
-        return learned | figures | unreplayed
+            return figures | update(self.trainer.update_actor, batch, parts)

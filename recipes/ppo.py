@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
@@ -44,7 +45,7 @@ from recipes.figures import (
     reference_figures,
 )
 from recipes.loop import Loop, schedule_of
-from recipes.sampling import taught
+from recipes.sampling import usable
 from recipes.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
@@ -74,46 +75,46 @@ class PpoLoop(Loop):
         with self.stage("compute_values"):
             values = trainer.compute_values(samples.batch(1.0))
         logprobs, scores = self.score(samples, scoring)
-        unreplayed = self.unreplayed_mismatch(step, samples)
         correction = correct_step(recipe, samples, logprobs)
+        row: dict[str, Any] = reference_figures(logprobs, ref_logprobs) | correction.figures
+        row |= self.unreplayed_mismatch(step, samples)
         self.to_train()
-        learning = {
-            "old_logprobs": logprobs,
-            "ref_logprobs": ref_logprobs,
-            "weights": correction.weights,
-            "values": values,
-            "routed_experts": samples.routed_experts,
-        }
-        rows = correction.kept(taught(samples, scores, recipe.loss.mask_cut_off))
-        batch = samples.batch(self.temperature, **learning).select(rows)
-        learned = dict[str, float]()
+        batch = samples.batch(
+            self.temperature,
+            old_logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            weights=correction.weights,
+            values=values,
+            routed_experts=samples.routed_experts,
+        )
+        taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
         with self.stage("compute_advantages"):
-            if rewards := [reward for row in rows if (reward := scores[row].reward) is not None]:
-                batch, learned = with_advantages(batch, rewards, recipe)
+            rewards = [scores[index].reward for index in taken]
+            batch, figures = with_advantages(batch.select(taken), rewards, recipe)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
-            learned |= update(trainer.update_critic, batch, parts)
+            row |= figures | update(trainer.update_critic, batch, parts)
         if step > ppo.critic_warmup_steps:
             with self.stage("update_actor"):
-                learned |= update(trainer.update_actor, batch, parts)
-        tasks, seconds = self.setup.tasks.trained, self.monitor.seconds
-        row = answer_figures(samples, scores, seconds, tasks)
-        row |= reference_figures(logprobs, ref_logprobs) | correction.figures
-        return learned | row | unreplayed
+                row |= update(trainer.update_actor, batch, parts)
+        return row | answer_figures(samples, scores, self.monitor.seconds, self.setup.tasks.trained)
 
 
 def with_advantages(
-    batch: SequenceBatch, rewards: Sequence[float], recipe: Recipe
+    batch: SequenceBatch, rewards: Sequence[float | None], recipe: Recipe
 ) -> tuple[SequenceBatch, dict[str, float]]:
-    """Return the batch with advantages and returns, and figures of both.
+    """Return the batch with advantages and returns, and figures of both; an empty batch as it is.
 
-    `batch` has old log-probabilities, values and, with a reference, its log-probabilities.
+    `batch` has old log-probabilities, values and, with a reference, its log-probabilities. Each
+    answer has a reward.
     """
+    if not rewards:
+        return batch, {}
     assert batch.old_logprobs is not None and batch.values is not None
     ppo, lengths, values = recipe.ppo, list(map(len, batch.response_ids)), flat(batch.values)
     penalties = flat(kl_penalties(recipe, batch.old_logprobs, batch.ref_logprobs))
     earned = token_rewards(rewards, penalties, lengths)
-    advantages, returns = compute_advantages(earned, values, lengths, ppo.gamma, ppo.gae_lambda)
+    advantages, returns = gae(earned, values, lengths, ppo.gamma, ppo.gae_lambda)
     figures = {
         "advantage_std": deviation(advantages),
         "value_explained_variance": explained_variance(values, returns),
@@ -126,7 +127,7 @@ def with_advantages(
     return replace(batch, ref_logprobs=reference, **parts), figures
 
 
-def token_rewards(rewards: Sequence[float], penalties: Numbers, lengths: Sequence[int]) -> Numbers:
+def token_rewards(rewards: ArrayLike, penalties: Numbers, lengths: Sequence[int]) -> Numbers:
     """Return the reward of every token: minus its penalty, and at the end the answer's reward.
 
     Args:
@@ -139,11 +140,11 @@ def token_rewards(rewards: Sequence[float], penalties: Numbers, lengths: Sequenc
     """
     sizes, per_token = np.array(lengths), -penalties
     ends = np.cumsum(sizes)[sizes > 0]
-    per_token[ends - 1] += np.array(rewards)[sizes > 0]
+    per_token[ends - 1] += np.asarray(rewards, dtype=np.float64)[sizes > 0]
     return per_token
 
 
-def compute_advantages(
+def gae(
     rewards: Numbers, values: Numbers, lengths: Sequence[int], gamma: float, gae_lambda: float
 ) -> tuple[Numbers, Numbers]:
     """Return generalized advantage estimates and returns (advantage + value) of every token.

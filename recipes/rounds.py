@@ -11,46 +11,14 @@ length penalty and before KL penalties. verl (`filter_groups`) leaves the figure
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
 
 from recipes.advantages import with_signal
 from recipes.config.recipe import Recipe
 from recipes.loop import Loop, Scoring, require_reward
-from recipes.sampling import Samples, taught
+from recipes.sampling import Samples, usable
 from recipes.tasks import Score
-
-
-@dataclass(kw_only=True)
-class Rounds:
-    """Generations of one step, whose owner iterates over them and extends `signal` after each.
-
-    Attributes:
-        wanted: Groups with signal that the step needs.
-        most: Most generations.
-        used: Number of generations that have begun.
-        signal: Whether each sampled group has signal, in the order of the prompts.
-    """
-
-    wanted: int
-    most: int
-    used: int = 0
-    signal: list[bool] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[range]:
-        """Yield the places of each generation's prompts among those of the step."""
-        while self.used < self.most and (missing := self.wanted - sum(self.signal)):
-            self.used += 1
-            yield range(len(self.signal), len(self.signal) + missing)
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether no further generation can follow the present one."""
-        return self.used == self.most
-
-    def figures(self) -> dict[str, int]:
-        return {"groups_sampled": len(self.signal), "sampling_rounds": self.used}
 
 
 @dataclass(frozen=True)
@@ -73,7 +41,8 @@ class Sampled:
         """Return the answers to train on, and a function that waits for their scores."""
         if (taken := self.taken) is None:
             return self.samples, self.scoring
-        return self.samples.select(taken), lambda: [self.scoring()[index] for index in taken]
+        scores = self.scoring()
+        return self.samples.select(taken), lambda: [scores[index] for index in taken]
 
 
 def sample_groups(loop: Loop, step: int) -> Sampled:
@@ -81,31 +50,32 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
 
     With one generation, all groups are taken, and their scoring overlaps with the next stages.
     """
-    grpo = loop.setup.recipe.grpo
+    recipe, grpo = loop.setup.recipe, loop.setup.recipe.grpo
     if grpo.sampling_rounds == 1:
         return Sampled(*loop.sample(step))
-    rounds = Rounds(wanted=grpo.prompts_per_step, most=grpo.sampling_rounds)
-    parts, scores = list[Samples](), list[Score]()
-    for places in rounds:
-        samples, scoring = loop.sample(step, places, last=rounds.is_last)
+    signal, parts, scores = list[bool](), list[Samples](), list[Score]()
+    while len(parts) < grpo.sampling_rounds and (missing := grpo.prompts_per_step - sum(signal)):
+        places = range(len(signal), len(signal) + missing)
+        last = len(parts) + 1 == grpo.sampling_rounds
+        samples, scoring = loop.sample(step, places, last)
         with loop.stage("select_groups"):
             own = scoring()
-            rounds.signal += learnable(samples, own, loop.setup.recipe)
+        signal += learnable(samples, own, recipe)
         parts.append(samples)
         scores += own
     with loop.stage("select_groups"):
         require_reward(scores)
-    if not any(rounds.signal):
-        drawn = f"{len(rounds.signal)} groups of {rounds.used} generations"
+    if not any(signal):
+        drawn = f"{len(signal)} groups of {len(parts)} generations"
         loop.monitor.view.note(f"step {step}: no update: none of {drawn} has signal")
-    by_answer = chain.from_iterable([has] * grpo.samples_per_prompt for has in rounds.signal)
-    taken = list(compress(range(len(scores)), by_answer))
-    return Sampled(Samples.joined(parts), lambda: scores, taken, rounds.figures())
+    taken = [index for index in range(len(scores)) if signal[index // grpo.samples_per_prompt]]
+    figures = {"groups_sampled": len(signal), "sampling_rounds": len(parts)}
+    return Sampled(Samples.joined(parts), lambda: scores, taken, figures)
 
 
 def learnable(samples: Samples, scores: Sequence[Score], recipe: Recipe) -> list[bool]:
     """Return for each group whether it has signal and an answer that updates take."""
-    size, taken = recipe.grpo.samples_per_prompt, taught(samples, scores, recipe.loss.mask_cut_off)
+    size, taken = recipe.grpo.samples_per_prompt, usable(samples, scores, recipe.loss.mask_cut_off)
     signal = with_signal([score.reward for score in scores], size)
     present = {index // size for index in taken}
     return [differs and number in present for number, differs in enumerate(signal)]

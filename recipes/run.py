@@ -208,7 +208,7 @@ def _attempt(
             if resume:
                 with monitor.stage("load_checkpoint"):
                     _load(folder, trainer, setup.recipe)
-                first, drawn = folder.done + 1, _prompts_drawn(folder, setup.recipe)
+                first, drawn = folder.done + 1, folder.checkpoint_values()["prompts_drawn"]
             # The plan needs the bytes that a hosted engine holds outside of its tags.
             setup = _with_switch_decided(setup, folder, monitor) if hosted else setup
             recipe = setup.recipe
@@ -291,12 +291,6 @@ def _save(
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )
-
-
-def _prompts_drawn(folder: RunFolder, recipe: Recipe) -> int:
-    """Return the prompts drawn until the last checkpoint; old ones do not have the number."""
-    drawn = folder.checkpoint_values().get("prompts_drawn")
-    return folder.done * recipe.loop.prompts_per_step if drawn is None else drawn
 
 
 def _export(folder: RunFolder, trainer: Any, recipe: Recipe, step: int) -> None:

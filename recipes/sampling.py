@@ -103,8 +103,8 @@ def scored(scores: Sequence[Score]) -> list[int]:
     return [index for index, score in enumerate(scores) if score.reward is not None]
 
 
-def taught(samples: Samples, scores: Sequence[Score], mask_cut_off: bool) -> list[int]:
-    """Return the indices of the answers from which updates learn.
+def usable(samples: Samples, scores: Sequence[Score], mask_cut_off: bool) -> list[int]:
+    """Return the indices of the answers from which updates may learn.
 
     Each has a reward; with `mask_cut_off`, max_tokens did not cut it off.
     """

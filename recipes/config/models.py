@@ -270,8 +270,8 @@ class LossSection:
         reference_every: Steps after which the reference takes the policy's weights; 0: never. Then
             checkpoints hold the reference, too.
         entropy_coef: Weight of the entropy, which the loss rewards.
-        mask_cut_off: Whether updates leave out answers that max_tokens cut off; they still count in
-            the advantages of others.
+        mask_cut_off: Whether updates leave out answers that max_tokens cut off. With grpo, they
+            still count in the advantages of others.
     """
 
     kind: LossKind = "ppo"
@@ -359,7 +359,7 @@ class PpoSection:
         mini_batches: Updates in one pass.
         gamma: Discount of later rewards.
         gae_lambda: Decay of generalized advantage estimation.
-        normalize_advantages: Whether advantages are normalized over all tokens of the step.
+        normalize_advantages: Whether advantages are normalized over all tokens of the updates.
         critic_learning_rate: Learning rate of the critic.
         value_clip: How far a value may move from the old one before its loss is clipped.
         critic_warmup_steps: Number of first steps that train only the critic.

@@ -56,12 +56,8 @@ STAGES = "stages"  # process of a trace for stages and steps
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
-_EXTRA = (
-    "evaluate",
-    "refresh_reference",
-    "save_checkpoint",
-    "export",
-)  # stages that few steps have
+# Stages that few steps have.
+_EXTRA = ("evaluate", "refresh_reference", "save_checkpoint", "export")
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
 FIRST = ("reward", "reward_std", "exact_match")  # in tables
 QUALITIES = ("exact_match", "avg@", "pass@")  # beginnings of names of shares of right answers

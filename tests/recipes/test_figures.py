@@ -20,8 +20,8 @@ from recipes.figures import (
     by_answer,
     deviation,
     flat,
-    kl_to_reference,
     log_ratios,
+    reference_figures,
 )
 from recipes.rewards.runner import Rewards
 from recipes.run import start_run
@@ -62,11 +62,11 @@ def test_log_ratios_are_of_tokens_and_refuse_unequal_lengths() -> None:
 
 def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
     policy = [[-1.0], [-1.0, -2.0]]
-    assert kl_to_reference(log_ratios(policy, policy)) == 0
+    assert reference_figures(policy, policy) == {"kl_to_reference": 0.0}
     apart = [[-1.0], [0.0, -3.0]]  # one token is as likely, one e times more, one e times less
-    assert kl_to_reference(log_ratios(policy, apart)) == pytest.approx(
-        (math.e - 2 + 1 / math.e) / 3
-    )
+    (divergence,) = reference_figures(policy, apart).values()
+    assert divergence == pytest.approx((math.e - 2 + 1 / math.e) / 3)
+    assert reference_figures(policy, None) == {}
 
 
 def step_of(scores: Sequence[Score], tasks: Sequence[Task]) -> dict[str, Any]:

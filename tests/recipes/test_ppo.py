@@ -1,4 +1,4 @@
-"""Arithmetic of PPO against explicit formulas, and the order of its mini-batches."""
+"""Arithmetic of PPO against explicit formulas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import recipes
 from recipes.figures import by_answer, flat
 from recipes.ppo import (
     PpoLoop,
-    compute_advantages,
     explained_variance,
+    gae,
     token_rewards,
     whiten,
     with_advantages,
@@ -58,7 +58,7 @@ def test_advantages_are_weighted_means_of_n_step_advantages(
     rewards = [[reward for reward, _ in row] for row in tokens]
     values = [[value for _, value in row] for row in tokens]
     lengths = [*map(len, tokens)]
-    computed = compute_advantages(flat(rewards), flat(values), lengths, gamma, lam)
+    computed = gae(flat(rewards), flat(values), lengths, gamma, lam)
     advantages, returns = (by_answer(numbers, lengths) for numbers in computed)
     for row, (actual, targets) in enumerate(zip(advantages, returns, strict=True)):
         expected = by_definition(rewards[row], values[row], gamma, lam)

@@ -26,7 +26,6 @@ from recipes.sampling import Samples
 from recipes.tasks import Problem, Score, Task
 from recipes.tasks.build import make_tasks
 from recipes.tasks.schedule import pick_problems
-from tests.helpers.recipes.fake_sides import fake_runs
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows, same_rows
 
 SET = Task(name="a", train=(), held_out=(), score=lambda *_: 0.0)
@@ -169,21 +168,6 @@ def test_step_without_signal_is_skipped_and_a_resumed_run_repeats_the_whole(
     write_report(tmp_path / "straight")
     start_run("tiny", [*words, "steps=1"], tmp_path / "resumed")
     continue_run(tmp_path / "resumed", None, ["steps=3"])
-    assert same_rows(tmp_path / "straight", tmp_path / "resumed")
-
-
-def test_run_from_an_old_checkpoint_continues_with_the_same_prompts(
-    tmp_path: Path, no_pictures: None
-) -> None:
-    words = ["grpo.prompts_per_step=5", "grpo.samples_per_prompt=2", "eval.every=0"]
-    with fake_runs(tmp_path):
-        start_run("tiny", [*words, "steps=4"], tmp_path / "straight")
-        start_run("tiny", [*words, "steps=2"], tmp_path / "resumed")
-        (file,) = (tmp_path / "resumed").glob("checkpoints/step_2/values.json")
-        values = json.loads(file.read_text())
-        assert values["extra"].pop("prompts_drawn") == 10
-        file.write_text(json.dumps(values))
-        continue_run(tmp_path / "resumed", None, ["steps=4"])
     assert same_rows(tmp_path / "straight", tmp_path / "resumed")
 
 
