@@ -115,7 +115,6 @@ def test_padded_micro_batch_maps_response_tokens_to_logits() -> None:
     assert micro.input_ids.tolist() == [[1, 2, 3, 7], [4, 8, 9, 10], [5, 6, 0, 0], [0, 0, 0, 0]]
     assert predictions(micro) == [(0, 2, 7), (1, 0, 8), (1, 1, 9), (1, 2, 10)]
     assert micro.inputs().keys() == {"input_ids", "use_cache"}
-    assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
     batch = SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]])
     micro = lay_out(batch, [0, 1], CPU, 3, packed=False)
     assert (micro.kept.tolist(), micro.column.tolist()) == ([3, 4, 5], [2, 0, 1]), (
@@ -135,7 +134,6 @@ def test_packed_micro_batch_maps_response_tokens_to_logits_and_has_bounds() -> N
     assert micro.packing.bounds.dtype == torch.int32
     places = [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, *range(5)]
     assert micro.packing.position_ids.tolist() == [places]
-    assert micro.split([0.1, 0.2, 0.3, 0.4]) == {1: [0.1, 0.2, 0.3], 0: [0.4], 2: []}
     nothing = lay_out(batch, [-1, 2], CPU, 3, packed=True)  # no response token at all
     assert (len(nothing.target), nothing.input_ids.shape) == (0, (1, 8))
     filled = lay_out(batch, [1, 0, 2], CPU, 16, packed=True)

@@ -118,7 +118,7 @@ def test_checkpoint_holds_a_refreshed_reference_and_no_other(
     assert second.compute_ref_log_prob(batch) != second.compute_log_prob(batch)
     second.save_checkpoint(str(tmp_path / "again"))
     assert size("again") == size("before")
-    with pytest.raises(ValueError, match=r"another model, nothing was loaded: unknown reference\."):
+    with pytest.raises(ValueError, match=r"optimizer, nothing was loaded: unknown reference\."):
         plain.load_checkpoint(str(tmp_path / "after"))
 
 

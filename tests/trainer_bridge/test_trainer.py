@@ -93,6 +93,23 @@ def test_small_layers_share_a_unit_and_units_change_no_bit(
         assert_same_bits(learned, updates[0][1])
 
 
+def test_call_that_failed_inside_a_unit_can_be_repeated(tmp_path: Path, make_trainer: Make) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("short of memory")
+
+    trainer, batch = make_trainer(write_model(tmp_path, num_hidden_layers=3)), make_batch(4)
+    scores, layer = trainer.compute_log_prob(batch), trainer.model.model.layers[1]
+    for call in (trainer.compute_log_prob, trainer.update_actor):
+        failing = layer.mlp.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
+            call(batch)
+        failing.remove()
+        assert trainer.compute_log_prob(batch) == scores
+    trainer.empty_cache()
+    assert trainer.compute_log_prob(batch) == scores
+    assert trainer.update_actor(batch)["grad_norm"] > 0
+
+
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_model_and_log_probs_match_transformers(
     family: str, changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make

@@ -52,15 +52,6 @@ class MicroBatch:
         counts = torch.tensor(self.counts, dtype=torch.int64)
         return send_together([counts], self.input_ids.device)[0]
 
-    def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """Split N values by sequence; keys are indices of sequences in the batch."""
-        out, start = {}, 0
-        for row, count in zip(self.rows, self.counts, strict=True):
-            if row >= 0:
-                out[row] = list(values[start : start + count])
-            start += count
-        return out
-
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:

@@ -1,6 +1,7 @@
 """Passes of a model over a batch on all ranks: scores, and gradients of the losses."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
-from trainer_bridge.training.model import reshard
+from trainer_bridge.training.model import forget_failed_forward, reshard
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
 from trainer_bridge.training.policy_loss import kl_terms, policy_terms, token_factors
@@ -74,15 +75,16 @@ def score_tokens(
     """
     check_tokens(batch, model.config)
     model.eval()
-    micros, values = list[MicroBatch](), list[Tensor]()
+    rows, counts, values = list[int](), list[int](), list[Tensor]()
     with torch.no_grad():
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
-            micros.append(micro)
+            rows += micro.rows
+            counts += micro.counts
             values.append(score(micro))
     # Read last, so that the host prepares a micro batch while the device scores the one before.
-    scored: dict[int, list[float]] = {}
-    for micro, numbers in zip(micros, values, strict=True):
-        scored |= micro.split(runtime.numbers(numbers))
+    numbers = runtime.numbers(torch.cat(values)) if values else []
+    parts = zip(rows, counts, accumulate(counts), strict=True)
+    scored = {row: numbers[end - count : end] for row, count, end in parts if row >= 0}
     reshard(model)
     together = dict[int, list[float]]()
     for share in all_gather_plain(scored) if runtime.world > 1 else [scored]:
@@ -159,6 +161,7 @@ def policy_gradient(
 def _micro_batches(
     model: nn.Module, batch: SequenceBatch, size: int, runtime: Runtime
 ) -> Iterator[MicroBatch]:
+    forget_failed_forward(model)
     packed = packs(model)
     for rows in dispatch(batch, runtime.rank, runtime.world, size, packed=packed):
         yield lay_out(batch, rows, runtime.device, size, packed=packed)

@@ -146,6 +146,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def forget_failed_forward(model: nn.Module) -> None:
+    """Let the next forward gather all units, also one whose last forward raised an error.
+
+    torch 2.11 gathers a unit of several layers in the forward of its first layer, unless it still
+    counts an earlier forward as incomplete.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._modules_to_run_forward.clear()
+            state._state_ctx.iter_forward_root = None  # else its streams would not be ordered
+
+
 def meta_model(
     config: TrainerConfig, attention: str | None = None, frozen: bool = False
 ) -> nn.Module:
