@@ -30,7 +30,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
@@ -89,7 +88,7 @@ class PpoLoop(Loop):
         )
         taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
         with self.stage("compute_advantages"):
-            rewards = [scores[index].reward for index in taken]
+            rewards = [reward for i in taken if (reward := scores[i].reward) is not None]
             batch, figures = with_advantages(batch.select(taken), rewards, recipe)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
@@ -101,12 +100,11 @@ class PpoLoop(Loop):
 
 
 def with_advantages(
-    batch: SequenceBatch, rewards: Sequence[float | None], recipe: Recipe
+    batch: SequenceBatch, rewards: Sequence[float], recipe: Recipe
 ) -> tuple[SequenceBatch, dict[str, float]]:
     """Return the batch with advantages and returns, and figures of both; an empty batch as it is.
 
-    `batch` has old log-probabilities, values and, with a reference, its log-probabilities. Each
-    answer has a reward.
+    `batch` has old log-probabilities, values and, with a reference, its log-probabilities.
     """
     if not rewards:
         return batch, {}
@@ -127,7 +125,7 @@ def with_advantages(
     return replace(batch, ref_logprobs=reference, **parts), figures
 
 
-def token_rewards(rewards: ArrayLike, penalties: Numbers, lengths: Sequence[int]) -> Numbers:
+def token_rewards(rewards: Sequence[float], penalties: Numbers, lengths: Sequence[int]) -> Numbers:
     """Return the reward of every token: minus its penalty, and at the end the answer's reward.
 
     Args:
@@ -140,7 +138,7 @@ def token_rewards(rewards: ArrayLike, penalties: Numbers, lengths: Sequence[int]
     """
     sizes, per_token = np.array(lengths), -penalties
     ends = np.cumsum(sizes)[sizes > 0]
-    per_token[ends - 1] += np.asarray(rewards, dtype=np.float64)[sizes > 0]
+    per_token[ends - 1] += np.array(rewards)[sizes > 0]
     return per_token
 
 
