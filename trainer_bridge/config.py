@@ -15,11 +15,11 @@ from trainer_bridge.tags import TRAINER_TAGS
 Dtype = Literal["float32", "bfloat16", "float16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["k2", "k3"]
+ScheduleKind = Literal["constant", "linear", "cosine"]
 Checkpointing = Literal["layers", "mlp", "none"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 DTYPES = get_args(Dtype)
-_CHECKPOINTING = ("layers", "mlp", "none")
-_SCHEDULES = ("constant", "linear", "cosine")
 Rule = tuple[Callable[[Any], object] | bool, str]
 """A check of a field's value, or its result, and the text of the error."""
 INSTALL_OPTIM = "pip install 'memsaver[optim]'"
@@ -27,6 +27,12 @@ _FINITE: Rule = (lambda value: 0 <= value < math.inf, "must be finite, not negat
 _POSITIVE: Rule = (lambda value: 0 < value < math.inf, "must be positive and finite")
 _COUNT: Rule = (lambda value: value >= 1, "must be at least 1")
 _COUNT_OR_NONE: Rule = (lambda value: value is None or value >= 1, "must be at least 1, or None")
+
+
+def _one_of(choices: Any) -> Rule:
+    """Return the rule that a field is one of the values of a Literal."""
+    values = get_args(choices)
+    return values.__contains__, f"use one of {', '.join(values)}"
 
 
 def _check(config: object, *rules: tuple[str, *Rule]) -> None:
@@ -87,7 +93,7 @@ class Schedule:
         final_rate: Share of the learning rate at which a fall ends, in [0, 1).
     """
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: ScheduleKind = "constant"
     warmup_updates: int = 0
     updates: int | None = None
     final_rate: float = 0.0
@@ -97,7 +103,7 @@ class Schedule:
         within = self.updates is None or self.warmup_updates < self.updates
         _check(
             self,
-            ("kind", _SCHEDULES.__contains__, f"use one of {', '.join(_SCHEDULES)}"),
+            ("kind", *_one_of(ScheduleKind)),
             ("warmup_updates", self.warmup_updates >= 0, "must not be negative"),
             ("updates", *_COUNT_OR_NONE),
             ("updates", ends or not falls, f"must be set for kind={self.kind!r}"),
@@ -155,35 +161,23 @@ class PolicyLoss:
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: Literal["k2", "k3"] = "k3"
+    kl_estimator: KlEstimator = "k3"
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        constant, dual = self.aggregation == "constant", self.dual_clip
+        sized, dual = bool(self.max_tokens) or self.aggregation != "constant", self.dual_clip
         bounded = dual is None or (1 < dual < math.inf and self.kind != "cispo")
         _check(
             self,
-            (
-                "kind",
-                get_args(LossKind).__contains__,
-                f"use one of {', '.join(get_args(LossKind))}",
-            ),
-            (
-                "aggregation",
-                get_args(Aggregation).__contains__,
-                f"use one of {', '.join(get_args(Aggregation))}",
-            ),
+            ("kind", *_one_of(LossKind)),
+            ("aggregation", *_one_of(Aggregation)),
             ("max_tokens", *_COUNT_OR_NONE),
-            (
-                "max_tokens",
-                bool(self.max_tokens) or not constant,
-                "aggregation='constant' needs it",
-            ),
+            ("max_tokens", sized, "must be set for aggregation='constant'"),
             ("clip_low", 0 < self.clip_low <= 1, "must be in (0, 1]"),
             ("clip_high", *_POSITIVE),
             ("dual_clip", bounded, "must be above 1, or None; with kind='cispo' only None"),
             ("kl_coef entropy_coef", *_FINITE),
-            ("kl_estimator", ("k2", "k3").__contains__, "use k2 or k3"),
+            ("kl_estimator", *_one_of(KlEstimator)),
         )
 
 
@@ -272,15 +266,18 @@ class TrainerConfig:
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         half = self.param_dtype != "float16" or self.dtype == "float32"
-        dtypes, modes = ", ".join(DTYPES), ", ".join(_CHECKPOINTING)
         _check(
             self,
             ("model_path", bool, "name a Hugging Face model directory"),
             ("dtype", self.dtype != "float16", "use float32, with param_dtype='float16'"),
             ("dtype", self.dtype in DTYPES, "use float32 or bfloat16"),
-            ("param_dtype", self.param_dtype in (None, *DTYPES), f"use one of {dtypes}, or None"),
+            (
+                "param_dtype",
+                self.param_dtype in (None, *DTYPES),
+                f"use one of {', '.join(DTYPES)}, or None",
+            ),
             ("param_dtype", half, "needs dtype='float32'"),
-            ("activation_checkpointing", _CHECKPOINTING.__contains__, f"use one of {modes}"),
+            ("activation_checkpointing", *_one_of(Checkpointing)),
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),
             ("threads", *_COUNT_OR_NONE),
@@ -289,7 +286,7 @@ class TrainerConfig:
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
             ("loss", self.reference or not self.loss.kl_coef, "kl_coef needs reference=True"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
-            ("optimizer", get_args(Optimizer).__contains__, "use adamw or adamw_8bit"),
+            ("optimizer", *_one_of(Optimizer)),
             ("optimizer", installed, f"needs bitsandbytes; run: {INSTALL_OPTIM}"),
             ("optimizer_offload", plain, "needs optimizer='adamw'"),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),

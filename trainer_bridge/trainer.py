@@ -126,7 +126,7 @@ class Trainer(SaverSide):
             self._offloader = Offloader(saver)
             reserve_offload(config, runtime.world, saver)
             self._reference_step = 0  # updates of the policy that the reference has
-            self.reference = self._first_weights(shard_dims)
+            self.reference = self._build_reference(shard_dims)
             self.model = build_model(config, runtime, saver, shard_dims, layout)
             if config.router_aux_loss_coef and not balanced_routers(self.model):
                 rule = "needs a mixture of experts with this loss, which this model is not"
@@ -147,7 +147,7 @@ class Trainer(SaverSide):
             self._offloader.order = partial(shards_in_order, self.model)
             await_shards(self.model, self._offloader.await_content)
             self._offloader.add(OPTIM, empty=config.optimizer_offload)
-            self.critic = self._value_model()
+            self.critic = self._build_critic()
             self._layout = layout
             self._params = base_params(self.model)
             self._buffers = tuple(stored_buffers(self.model))
@@ -607,7 +607,7 @@ class Trainer(SaverSide):
         alone = self.reference is None and self.config.critic is None
         self._offloader.add(PARAMS, None if alone else lambda: self.step)
 
-    def _first_weights(self, shard_dims: Mapping[str, int] | None) -> nn.Module | None:
+    def _build_reference(self, shard_dims: Mapping[str, int] | None) -> nn.Module | None:
         """Build the reference and offload it, before other models take memory."""
         if not self.config.reference or self.config.lora is not None:
             return None
@@ -629,7 +629,7 @@ class Trainer(SaverSide):
         self._require(method, *tags)
         return self.reference
 
-    def _value_model(self) -> Critic | None:
+    def _build_critic(self) -> Critic | None:
         if self.config.critic is None:
             return None
         critic = Critic(self.config, self._runtime, self.saver)

@@ -258,7 +258,7 @@ def dry_run(
 
 
 def _save_nothing(*numbers: int) -> None:
-    """Stand in for the checkpoint or the export of a step."""
+    """Replace the checkpoint or the export of a step."""
 
 
 def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:

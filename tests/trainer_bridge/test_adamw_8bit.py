@@ -171,8 +171,8 @@ def test_update_on_a_gpu_takes_no_memory_and_follows_the_current_stream(
             torch.cuda._sleep(1 << 27)
             for name, param in aside.model.named_parameters():
                 local_shard(param.grad).copy_(grads[name])
-        found = state(aside)
-    assert_same_bits(found, state(plain))
+        learned = state(aside)
+    assert_same_bits(learned, state(plain))
 
 
 def moment_bytes(params: Any) -> int:
@@ -363,7 +363,7 @@ def stride(shape: Sequence[int]) -> tuple[int, ...]:
 def test_missing_package_and_optimizer_on_the_host_are_refused(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="optimizer='sgd': use adamw or adamw_8bit"):
+    with pytest.raises(ValueError, match="optimizer='sgd': use one of adamw, adamw_8bit"):
         TrainerConfig(model_path=path, optimizer="sgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="optimizer_offload=True: needs optimizer='adamw'"):
         TrainerConfig(model_path=path, optimizer_offload=True, **EIGHT)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers.rollout.package_names import Wheel
-from tests.helpers.trainer_bridge.verl_corrections import corrections
+from tests.helpers.trainer_bridge.rival_losses import VERL, verl_corrections
 from trainer_bridge import Correction, CorrectionConfig, correct
 
-VERL = Wheel("verl")
 LEVELS, HOWS = ("token", "sequence", "geometric"), ("truncate", "mask")
 REJECTS = ("mean_k1", "max_k1", "mean_k3", "max_k3")
 Answers = list[list[float]]
@@ -94,7 +90,7 @@ def near_bound(ratios: Answers, config: CorrectionConfig) -> bool:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(answers, configs)
 def test_weights_and_kept_answers_are_those_of_the_definitions(
     ratios: Answers, config: CorrectionConfig
@@ -113,7 +109,7 @@ def test_weights_and_kept_answers_are_those_of_the_definitions(
     assert result.weights == pytest.approx(weights, rel=300 * 2**-52, abs=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(answers, configs)
 def test_figures_are_those_of_the_definitions(ratios: Answers, config: CorrectionConfig) -> None:
     result = corrected(ratios, config)
@@ -146,7 +142,7 @@ def near(weight: float, config: CorrectionConfig) -> bool:
     return any(math.isclose(weight, bound, rel_tol=1e-12) for bound in (config.low, config.high))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(answers, st.randoms(use_true_random=False), configs)
 def test_order_of_the_answers_changes_nothing_but_their_order(
     ratios: Answers, random: Any, config: CorrectionConfig
@@ -161,12 +157,6 @@ def test_order_of_the_answers_changes_nothing_but_their_order(
     assert second.figures == pytest.approx(first.figures, rel=1e-12, abs=1e-13)
 
 
-@cache
-def verl() -> dict[str, Any]:
-    assert VERL.folder is not None
-    return corrections(VERL.folder)
-
-
 def verls_keeps(
     padded: Tensor, mask: Tensor, reject: str | None, limit: float | None
 ) -> Sequence[bool]:
@@ -179,7 +169,7 @@ def verls_keeps(
         "mean_k3": ("seq_mean_k3", limit),
         "max_k3": ("seq_max_k3", limit),
     }[reject]
-    kept, _ = verl()["compute_rollout_rejection_mask"](padded, mask, name, threshold)
+    kept, _ = verl_corrections()["compute_rollout_rejection_mask"](padded, mask, name, threshold)
     return kept.any(1).tolist()
 
 
@@ -200,7 +190,7 @@ def test_weights_rejections_and_figures_are_those_of_verl(
     padded = torch.tensor([row + [0.0] * (width - len(row)) for row in ratios], dtype=torch.float64)
     mask = torch.tensor([[1.0] * len(row) + [0.0] * (width - len(row)) for row in ratios]).double()
     bounds = config.high if config.how == "truncate" else f"{config.low}_{config.high}"
-    weights, figures = verl()["compute_rollout_correction_weights"](
+    weights, figures = verl_corrections()["compute_rollout_correction_weights"](
         padded, mask, config.level, bounds
     )
     assert unrejected.weights == pytest.approx(weights[mask.bool()].numpy(), rel=1e-12, abs=0)
@@ -211,7 +201,8 @@ def test_weights_rejections_and_figures_are_those_of_verl(
     result = corrected(ratios, config)
     assert result.kept == verls_keeps(padded, mask, config.reject, config.reject_above)
     if float(padded.abs().max()) < 20:  # it does not limit these
-        theirs = verl()["compute_offpolicy_metrics"](padded, torch.zeros_like(padded), mask)
+        metrics = verl_corrections()["compute_offpolicy_metrics"]
+        theirs = metrics(padded, torch.zeros_like(padded), mask)
         assert result.figures["mismatch_k1"] == pytest.approx(theirs["kl"], rel=1e-7, abs=1e-12)
         assert result.figures["mismatch_k3"] == pytest.approx(theirs["k3_kl"], rel=1e-7, abs=1e-12)
 
@@ -265,17 +256,3 @@ def test_log_probabilities_that_cannot_be_corrected_are_refused(
 def test_contradictory_options_are_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=rf"CorrectionConfig\.{text}"):
         CorrectionConfig(**fields)
-
-
-def test_correction_of_a_whole_step_takes_milliseconds() -> None:
-    """Measure the fastest of five, with 64 answers of 512 tokens."""
-    draw = np.random.default_rng(0)
-    rollout = -draw.exponential(size=64 * 512)
-    trainer = rollout + draw.normal(scale=0.1, size=len(rollout))
-    config = CorrectionConfig(level="geometric", reject="mean_k3", reject_above=1.0, veto=5.0)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        correct(rollout, trainer, [512] * 64, config)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.02

@@ -207,7 +207,7 @@ class Killing:
 def test_rank_killed_at_any_stage_leaves_engines_consistent(pair: Pair) -> None:
     killing = Killing(pair)
     fds, threads = settled_fds(), _threads()
-    for case in drawn(rounds(10, 200)):
+    for case in drawn(rounds(len(STAGES), 200)):
         killing.round(case)
     pair.start()
     killing.version += 1

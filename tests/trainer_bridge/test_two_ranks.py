@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ from tests.helpers.trainer_bridge.tolerance import (
 )
 from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Trainer
 from trainer_bridge.sync.shards import local_shard, shard_box
+from trainer_bridge.training import model as model_module
 
 UNEVEN = {
     "vocab_size": 97,
@@ -294,7 +296,9 @@ def refreshed(trainer: Trainer) -> list[list[float]]:
 
 def worker(rank: int, path: str, out: str) -> None:
     saver = memsaver.MemorySaver()
-    trainer = Trainer(config(path, **CHANGES), saver)
+    # Only this trainer has a unit for each layer.
+    with mock.patch.object(model_module, "UNIT_BYTES", 1):
+        trainer = Trainer(config(path, **CHANGES), saver)
     result: dict[str, Any] = {
         "tags": saver.report().tags,
         "offsets": {

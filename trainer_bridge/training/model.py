@@ -260,8 +260,8 @@ def _shard(
             param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32
         )
     layers = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in layers]
-    units: list[Any] = [*_units(found, config.torch_param_dtype), *_vocabulary(model), model]
+    blocks = [module for module in model.modules() if type(module).__name__ in layers]
+    units: list[Any] = [*_units(blocks, config.torch_param_dtype), *_vocabulary(model), model]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, shard_placement_fn=chosen.get)
 

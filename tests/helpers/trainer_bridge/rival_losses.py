@@ -1,12 +1,14 @@
-"""Policy losses of verl and TRL, taken from their sources without importing the packages.
+"""Policy losses of verl and TRL and verl's importance corrections, taken from their sources.
 
-Both packages need others that are not installed. Only plain functions of tensors are used.
+The packages are not imported, because they need others that are not installed. Only plain
+functions of tensors are used.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
+import math
 from collections import defaultdict
 from functools import cache
 from types import SimpleNamespace
@@ -28,30 +30,45 @@ _KINDS = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo"}
 _TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 
 
-def functions(wheel: Wheel, file: str, names: list[str], known: dict[str, Any]) -> dict[str, Any]:
-    """Compile functions of a file, or methods of its classes, with only `known` names around."""
+def functions(
+    wheel: Wheel, file: str, names: list[str] | None, known: dict[str, Any]
+) -> dict[str, Any]:
+    """Compile functions of a file, or methods of its classes, with only `known` names around.
+
+    None takes the constants and all functions of the file.
+    """
     assert wheel.folder is not None
     path = wheel.folder / file
-    kept = [
-        node
-        for node in ast.walk(ast.parse(path.read_text(), str(path)))
-        if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    for node in kept:
-        node.decorator_list = []
-    module = ast.Module(body=list[ast.stmt](kept), type_ignores=[])
+    tree, kept = ast.parse(path.read_text(), str(path)), list[ast.stmt]()
+    for node in tree.body if names is None else ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (names is None or node.name in names):
+            node.decorator_list = []
+            kept.append(node)
+        elif names is None and isinstance(node, (ast.Assign, ast.AnnAssign)):
+            kept.append(node)
+    module = ast.Module(body=kept, type_ignores=[])
     flags = __future__.annotations.compiler_flag  # annotations name types of packages
     exec(compile(module, str(path), "exec", flags=flags), known)
     return known
 
 
+def _sums_of_verl() -> SimpleNamespace:
+    names = ["masked_sum", "masked_mean"]
+    return SimpleNamespace(**functions(VERL, "utils/torch_functional.py", names, {"torch": torch}))
+
+
+@cache
+def verl_corrections() -> dict[str, Any]:
+    """Return the names of verl's module of importance corrections."""
+    known = {"torch": torch, "math": math, "verl_F": _sums_of_verl(), "__name__": "verl"}
+    return functions(VERL, "trainer/ppo/rollout_corr_helper.py", None, known)
+
+
 @cache
 def _of_verl() -> dict[str, Any]:
-    known: dict[str, Any] = {"torch": torch}
-    sums = functions(VERL, "utils/torch_functional.py", ["masked_sum", "masked_mean"], known)
     names = [f"compute_policy_loss_{kind}" for kind in _KINDS.values()]
     names += ["agg_loss", "kl_penalty", "kl_penalty_forward"]
-    known = {"torch": torch, "verl_F": SimpleNamespace(**sums)}
+    known = {"torch": torch, "verl_F": _sums_of_verl()}
     known |= {"ActorConfig": _Settings, "AlgoConfig": int}
     return functions(VERL, "trainer/ppo/core_algos.py", names, known)
 

@@ -1,9 +1,11 @@
 """Prefix caches, by worked examples; test_radix_stateful.py has a model."""
 
+import inspect
 import random
 import sys
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -258,10 +260,13 @@ def test_states_are_evicted_by_their_own_use_unless_locked() -> None:
 
 @pytest.mark.parametrize("last", ["evict_states", "evict", "reset"])
 def test_chain_of_nodes_without_states_deeper_than_the_recursion_limit_is_removed(
-    last: str,
+    last: str, request: pytest.FixtureRequest
 ) -> None:
     """Build a conversation of one page, and thus one node, per turn, and evict its states."""
-    turns = sys.getrecursionlimit() + 100
+    limit = sys.getrecursionlimit()
+    turns = len(inspect.stack()) + 400
+    request.addfinalizer(partial(sys.setrecursionlimit, limit))
+    sys.setrecursionlimit(turns - 100)
     ledger = PagedTokenToKVPoolAllocator(turns, 1, "cpu")
     cache = MambaRadixCache(ledger, states := make_states(turns))
     key = np.arange(turns, dtype=np.int32)

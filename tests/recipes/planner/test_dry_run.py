@@ -169,7 +169,7 @@ def test_memory_grows_linearly_with_layers() -> None:
     words = ["trainer.activation_checkpointing=layers", "trainer.micro_batch_size=4"]
     deep = [
         planned(FIELDS | {"num_hidden_layers": layers}, *words, "sampling.max_tokens=600")
-        for layers in (4, 8, 12)
+        for layers in (2, 4, 6)
     ]
     params = [run.tags["params"] for run in deep]
     held = [torch_of(run.stages, "update_actor") for run in deep]
@@ -232,7 +232,6 @@ def test_later_dry_runs_of_a_trainer_equal_separate_ones(words: str) -> None:
     switched = [
         switching(recipe, ["params", "optim"]),
         switching(recipe, [], ["params", "optim"]),
-        switching(recipe, []),
         switching(recipe, recipe.resident_tags()),
     ]
     assert runs(*switched) == [run for recipe in switched for run in runs(recipe)]
