@@ -139,6 +139,7 @@ class PlannedTrainer(Trainer):
     def begin(self, handed_over: set[HandedOver]) -> None:
         """Return to the state of a new trainer, which adds handed-over tags to the given set."""
         self.handed_over = handed_over
+        self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._offloader.reload()
         if self.reference is not None:
             self._offloader.offload(REFERENCE)
