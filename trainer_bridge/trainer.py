@@ -97,6 +97,7 @@ class Trainer(SaverSide):
         reference: The frozen reference; None without one, or with adapters.
         critic: The critic; None without one.
         step: Number of the policy's updates.
+        loss_scale: Scale of the policy's loss, which float16 needs (`LossScale`).
         saver: Saver of the tags.
         device: Device of this rank.
         rank: This rank.
@@ -141,7 +142,7 @@ class Trainer(SaverSide):
                 self.optimizer.publish()
             self._began_with = runtime.digest(self.model, masters)
             self.step, self._rate = 0, LearningRate.of(config)
-            self._loss_scale = LossScale.of(config)
+            self.loss_scale = LossScale.of(config)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._offloader.order = partial(shards_in_order, self.model)
@@ -304,7 +305,7 @@ class Trainer(SaverSide):
 
         rate = self._rate.after(self.step)
         (loss, *sums), figures = optimizer_step(
-            self.optimizer, self.config, self._loss_scale, rate, self.step + 1, backward
+            self.optimizer, self.config, self.loss_scale, rate, self.step + 1, backward
         )
         self.step += 1
         low, high, kl, entropy = (total / batch.num_tokens for total in sums)
@@ -481,7 +482,7 @@ class Trainer(SaverSide):
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
         values["reference_step"] = refreshed
         values |= {"began_with": self._began_with, "rate": dataclasses.asdict(self._rate)}
-        values["loss_scale"] = dataclasses.asdict(self._loss_scale)
+        values["loss_scale"] = dataclasses.asdict(self.loss_scale)
         if self.critic is not None:
             values["critic_step"] = self.critic.step
             values["critic_loss_scale"] = dataclasses.asdict(self.critic.loss_scale)
@@ -522,7 +523,7 @@ class Trainer(SaverSide):
         self._reference_step = refreshed
         self.step = values["step"]
         self._rate = LearningRate.of(self.config).continuing(values.get("rate"), self.step)
-        self._loss_scale = LossScale.of(self.config).continuing(values.get("loss_scale"))
+        self.loss_scale = LossScale.of(self.config).continuing(values.get("loss_scale"))
         after_load(self.optimizer, self.step)
         if (critic := self.critic) is not None:
             critic.step = values["critic_step"]

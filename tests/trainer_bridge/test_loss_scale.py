@@ -58,11 +58,6 @@ def on_policy(trainer: Trainer, count: int = 6, size: float = 1.0) -> SequenceBa
     )
 
 
-def scale_of(side: Any) -> LossScale:
-    """Return the scale of a trainer's policy, or of a critic."""
-    return side._loss_scale if isinstance(side, Trainer) else side.loss_scale
-
-
 def counters(side: Any) -> set[float]:
     return {float(state["step"]) for state in side.optimizer.state.values()}
 
@@ -196,7 +191,7 @@ def test_scale_keeps_gradients_that_vanish_in_float16(model_path: str, make_trai
     expected, got = (side.update_actor(batch)["grad_norm"] for side in (exact, half))
     assert got == pytest.approx(expected, rel=4 * math.sqrt(140) * U)
     unscaled = make_trainer(model_path, **HALF)
-    scale_of(unscaled).value = 1.0
+    unscaled.loss_scale.value = 1.0
     assert unscaled.update_actor(batch)["grad_norm"] < expected / 2
 
 
@@ -214,16 +209,16 @@ def test_repeated_update_has_the_bits_of_one_that_starts_at_the_scale_that_worke
         first, second = ((one, one.critic)[side] for one in (repeats, twin))
         for one in (repeats, twin):
             getattr(one, learn)(value_batch(4))
-        assert scale_of(first) == LossScale(dynamic=True, value=FIRST, good=1)  # of its own
-        scale_of(first).value = 2.0**34
+        assert first.loss_scale == LossScale(dynamic=True, value=FIRST, good=1)  # of its own
+        first.loss_scale.value = 2.0**34
         got = getattr(repeats, learn)(value_batch(4, seed=1))
         overflows, worked = got.pop(prefix + "overflows"), got[prefix + "loss_scale"]
         assert overflows > 0 and worked == 2.0 ** (34 - overflows)
-        vars(scale_of(second)).update(value=worked, good=0)
+        vars(second.loss_scale).update(value=worked, good=0)
         expected = getattr(twin, learn)(value_batch(4, seed=1))
         assert expected.pop(prefix + "overflows") == 0
         assert got == expected and got[prefix + "grad_norm"] > 0
-        assert scale_of(first) == scale_of(second)
+        assert first.loss_scale == second.loss_scale
         assert_same_bits(bits(first), bits(second))
         assert (first.step, counters(first)) == (2, {2.0})
         assert all(param.grad is None for param in first.model.parameters())
@@ -234,17 +229,17 @@ def test_checkpoint_keeps_the_scale_and_continues_bit_identical(
 ) -> None:
     critic = {"critic": CriticConfig(learning_rate=1e-2)}
     first, second = (make_trainer(model_path, **critic, **HALF) for _ in "ab")
-    scale_of(first).value = 2.0**34
-    scale_of(first.critic).value = FIRST / 4  # no overflow
+    first.loss_scale.value = 2.0**34
+    first.critic.loss_scale.value = FIRST / 4  # no overflow
     for seed in range(2):
         first.update_actor(value_batch(4, seed))
         first.update_critic(value_batch(4, seed))
     first.save_checkpoint(str(tmp_path / "saved"))
     second.load_checkpoint(str(tmp_path / "saved"))
     for one, other in ((first, second), (first.critic, second.critic)):
-        assert (scale_of(one), counters(other)) == (scale_of(other), {2.0})
-    assert FIRST < scale_of(second).value < 2.0**34
-    assert scale_of(second.critic) == LossScale(dynamic=True, value=FIRST / 4, good=2)
+        assert (one.loss_scale, counters(other)) == (other.loss_scale, {2.0})
+    assert FIRST < second.loss_scale.value < 2.0**34
+    assert second.critic.loss_scale == LossScale(dynamic=True, value=FIRST / 4, good=2)
     for learn in ("update_actor", "update_critic"):
         good = value_batch(4, seed=3)
         assert getattr(first, learn)(good) == getattr(second, learn)(good)
@@ -258,14 +253,14 @@ def test_update_that_overflows_at_20_scales_changes_nothing(
     trainer = make_trainer(model_path, critic=CriticConfig(), **HALF)
     for learn, side in (("update_actor", trainer), ("update_critic", trainer.critic)):
         getattr(trainer, learn)(value_batch(4))
-        before, scale = bits(side), dataclasses.replace(scale_of(side))
+        before, scale = bits(side), dataclasses.replace(side.loss_scale)
         with pytest.raises(FloatingPointError) as caught:
             getattr(trainer, learn)(overflowing(value_batch(4, seed=1)))
         text = str(caught.value)
         assert "in step 2, parameters are unchanged, loss scales tried: 20 from 65536 " in text
         assert "model.dtype=bfloat16" in text
         assert_same_bits(bits(side), before)
-        assert (side.step, counters(side), scale_of(side)) == (1, {1.0}, scale)
+        assert (side.step, counters(side), side.loss_scale) == (1, {1.0}, scale)
         assert all(param.grad is None for param in side.model.parameters())
         getattr(trainer, learn)(value_batch(4, seed=1))
 
@@ -275,12 +270,12 @@ def test_checkpoint_of_float16_continues_in_bfloat16_and_the_reverse(
 ) -> None:
     """Keep masters, moments and Adam's counters; the scale starts again."""
     half, brain = make_trainer(model_path, **HALF), make_trainer(model_path, param_dtype="bfloat16")
-    scale_of(half).value = 2.0**34
+    half.loss_scale.value = 2.0**34
     half.update_actor(make_batch(4))
     half.save_checkpoint(str(tmp_path / "half"))
     brain.load_checkpoint(str(tmp_path / "half"))
     assert_same_bits(bits(brain), bits(half))
-    assert (brain.step, counters(brain), scale_of(brain).value) == (1, {1.0}, 1.0)
+    assert (brain.step, counters(brain), brain.loss_scale.value) == (1, {1.0}, 1.0)
     assert "overflows" not in brain.update_actor(make_batch(4))
     brain.save_checkpoint(str(tmp_path / "brain"))
     half.load_checkpoint(str(tmp_path / "brain"))
@@ -298,7 +293,7 @@ def test_loss_that_is_not_finite_raises_immediately(model_path: str, make_traine
     with pytest.raises(FloatingPointError, match=r"batch's float fields.*model\.dtype=bfloat16"):
         trainer.update_actor(poisoned)
     assert_same_bits(bits(trainer), before)
-    assert (trainer.step, scale_of(trainer)) == (0, LossScale(dynamic=True, value=FIRST))
+    assert (trainer.step, trainer.loss_scale) == (0, LossScale(dynamic=True, value=FIRST))
 
 
 def test_scores_of_a_model_that_exceeds_float16_are_refused(

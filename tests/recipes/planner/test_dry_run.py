@@ -232,7 +232,6 @@ def test_later_dry_runs_of_a_trainer_equal_separate_ones(words: str) -> None:
     switched = [
         switching(recipe, ["params", "optim"]),
         switching(recipe, [], ["params", "optim"]),
-        switching(recipe, []),
         switching(recipe, recipe.resident_tags()),
     ]
     assert runs(*switched) == [run for recipe in switched for run in runs(recipe)]
