@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure
 
 from recipes.logs.pictures import STYLE, save_picture
 
@@ -101,7 +102,7 @@ def largest_memory() -> Iterator[list[int]]:
 def draw(out: Path, seeds: Sequence[int]) -> None:
     """Draw the reward of both sides by step, one line for each seed."""
     with matplotlib.rc_context(STYLE):
-        figure = matplotlib.figure.Figure(figsize=(5, 2.8), layout="constrained")
+        figure = Figure(figsize=(5, 2.8), layout="constrained")
         axes = figure.subplots()
         for side, color in zip(SIDES, ("C0", "C1"), strict=True):
             for seed in seeds:

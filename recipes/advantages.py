@@ -18,6 +18,7 @@ from recipes.config.models import Baseline, Scale
 from recipes.config.recipe import Recipe
 from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios
 from recipes.sampling import PerToken
+from trainer_bridge.training import k3
 
 EPSILON = 1e-6
 """Added to a deviation."""
@@ -59,7 +60,7 @@ def kl_penalties(recipe: Recipe, logprobs: PerToken, ref_logprobs: PerToken | No
     estimates = {
         "k1": lambda: difference,
         "k2": lambda: difference**2 / 2,
-        "k3": lambda: np.expm1(-difference) + difference,
+        "k3": lambda: k3(-difference),
     }
     penalties = recipe.loss.kl_coef * estimates[recipe.kl_estimator]()
     return by_answer(penalties, list(map(len, logprobs)))
@@ -93,7 +94,7 @@ def compare_answers(
         ValueError: The last group is not whole.
     """
     groups = _grouped(rewards, group_size)
-    every = groups[~np.isnan(groups)]
+    of_batch = deviation(groups[~np.isnan(groups)]) if scale == "batch" else 0.0
     advantages = np.zeros_like(groups)
     for group, result in zip(groups, advantages, strict=True):
         known = ~np.isnan(group)
@@ -105,7 +106,8 @@ def compare_answers(
             # The mean of the others is further away by this factor.
             result[known] *= count / (count - 1)
         if scale != "none":
-            result[known] /= deviation(group[known] if scale == "group" else every) + EPSILON
+            spread = deviation(group[known]) if scale == "group" else of_batch
+            result[known] /= spread + EPSILON
     return advantages.ravel().tolist()
 
 

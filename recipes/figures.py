@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recipes.sampling import PerToken, Samples
 from recipes.tasks import Score, Task
+from trainer_bridge.training import k3
 
 Numbers = NDArray[np.float64]
 """Numbers of all tokens, answer by answer."""
@@ -104,7 +105,7 @@ def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict
     if ref_logprobs is None:
         return {}
     ratios = log_ratios(logprobs, ref_logprobs)
-    return {"kl_to_reference": float(np.mean(np.expm1(ratios) - ratios))}
+    return {"kl_to_reference": float(np.mean(k3(ratios)))}
 
 
 def _of_scores(scores: Sequence[Score]) -> dict[str, float]:

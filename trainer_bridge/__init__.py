@@ -1,13 +1,20 @@
 """The trainer and its bridge to a rollout on the same device; ray is imported on first use."""
 
-from trainer_bridge.config import CriticConfig, LoraConfig, PolicyLoss, Schedule, TrainerConfig
+from trainer_bridge.config import (
+    CorrectionConfig,
+    CriticConfig,
+    LoraConfig,
+    PolicyLoss,
+    Schedule,
+    TrainerConfig,
+)
 from trainer_bridge.coordinator import open_inprocess, open_ray
 from trainer_bridge.cycle import Cycle
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
 from trainer_bridge.sync.weight_sync import module_sync
 from trainer_bridge.trainer import Trainer
 from trainer_bridge.training.batch import SequenceBatch
-from trainer_bridge.training.correction import Correction, CorrectionConfig, correct
+from trainer_bridge.training.correction import Correction, correct
 
 __all__ = [
     "ActorDied",

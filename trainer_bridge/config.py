@@ -16,6 +16,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k2", "k3"]
+Level = Literal["token", "sequence", "geometric"]
+How = Literal["truncate", "mask"]
+Reject = Literal["mean_k1", "max_k1", "mean_k3", "max_k3"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
 Checkpointing = Literal["layers", "mlp", "none"]
 Optimizer = Literal["adamw", "adamw_8bit"]
@@ -178,6 +181,52 @@ class PolicyLoss:
             ("dual_clip", bounded, "must be above 1, or None; with kind='cispo' only None"),
             ("kl_coef entropy_coef", *_FINITE),
             ("kl_estimator", *_one_of(KlEstimator)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Options of `correct`; a contradiction raises a ValueError on construction.
+
+    Attributes:
+        level: What one weight applies to: a token, or all tokens of an answer, whose weight is the
+            product (sequence) or the geometric mean of the tokens' weights.
+        how: What happens to a weight outside the bounds: above `high` it is set to `high`
+            (truncate), or below `low` or above `high` to 0 (mask).
+        low: Lower bound of a mask; not negative, below `high`. Unused otherwise.
+        high: Upper bound; positive and finite.
+        reject: Figure of an answer's tokens that rejects the answer above `reject_above`: |mean of
+            k1|, the largest |k1|, the mean of k3 or the largest k3. None rejects no answer.
+        reject_above: Limit of `reject` in nats, positive.
+        veto: Nats by which the trainer's log-probability of a token may lie below the rollout's; an
+            answer with any lower token is rejected. None has no veto.
+    """
+
+    level: Level = "token"
+    how: How = "truncate"
+    low: float = 0.5
+    high: float = 2.0
+    reject: Reject | None = None
+    reject_above: float | None = None
+    veto: float | None = None
+
+    def __post_init__(self) -> None:
+        low = self.how != "mask" or 0 <= self.low < self.high
+        paired = (self.reject is None) == (self.reject_above is None)
+        levels, ways, figures = map(get_args, (Level, How, Reject))
+        limit: Rule = (
+            lambda value: value is None or 0 < value < math.inf,
+            "must be positive and finite, or None",
+        )
+        _check(
+            self,
+            ("level", self.level in levels, f"use {', '.join(levels)}"),
+            ("how", self.how in ways, f"use {', '.join(ways)}"),
+            ("reject", self.reject in (None, *figures), f"use {', '.join(figures)}"),
+            ("high", *_POSITIVE),
+            ("low", low, f"must be in [0, high), with high={self.high}"),
+            ("reject_above", paired, "set it together with reject"),
+            ("reject_above veto", *limit),
         )
 
 

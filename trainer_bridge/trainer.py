@@ -97,6 +97,7 @@ class Trainer(SaverSide):
         reference: The frozen reference; None without one, or with adapters.
         critic: The critic; None without one.
         step: Number of the policy's updates.
+        rate: The policy's learning rate over its updates (`LearningRate`).
         loss_scale: Scale of the policy's loss, which float16 needs (`LossScale`).
         saver: Saver of the tags.
         device: Device of this rank.
@@ -141,7 +142,7 @@ class Trainer(SaverSide):
                 fill_weights(self.model, config, runtime, masters)
                 self.optimizer.publish()
             self._began_with = runtime.digest(self.model, masters)
-            self.step, self._rate = 0, LearningRate.of(config)
+            self.step, self.rate = 0, LearningRate.of(config)
             self.loss_scale = LossScale.of(config)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
@@ -303,7 +304,7 @@ class Trainer(SaverSide):
             self._offloader.await_content()
             return sums
 
-        rate = self._rate.after(self.step)
+        rate = self.rate.after(self.step)
         (loss, *sums), figures = optimizer_step(
             self.optimizer, self.config, self.loss_scale, rate, self.step + 1, backward
         )
@@ -479,14 +480,13 @@ class Trainer(SaverSide):
         """
         refreshed = self._reference_step
         self._require("save_checkpoint", *TRAINED, *([REFERENCE] if refreshed else []))
-        values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
+        values: dict[str, Any] = {"extra": extra or {}, "adapters": self._identity()}
         values["reference_step"] = refreshed
-        values |= {"began_with": self._began_with, "rate": dataclasses.asdict(self._rate)}
-        values["loss_scale"] = dataclasses.asdict(self.loss_scale)
-        if self.critic is not None:
-            values["critic_step"] = self.critic.step
-            values["critic_loss_scale"] = dataclasses.asdict(self.critic.loss_scale)
-            values["critic_rate"] = dataclasses.asdict(self.critic.rate)
+        values["began_with"] = self._began_with
+        for prefix, side in self._learners():
+            values[f"{prefix}step"] = side.step
+            values[f"{prefix}rate"] = dataclasses.asdict(side.rate)
+            values[f"{prefix}loss_scale"] = dataclasses.asdict(side.loss_scale)
         checkpoint.save(directory, self._state(bool(refreshed)), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
@@ -521,17 +521,12 @@ class Trainer(SaverSide):
         if self.reference is not None and self._reference_step and not refreshed:
             fill_weights(self.reference, self._of_reference(), self._runtime)
         self._reference_step = refreshed
-        self.step = values["step"]
-        self._rate = LearningRate.of(self.config).continuing(values.get("rate"), self.step)
-        self.loss_scale = LossScale.of(self.config).continuing(values.get("loss_scale"))
-        after_load(self.optimizer, self.step)
-        if (critic := self.critic) is not None:
-            critic.step = values["critic_step"]
-            begun = LearningRate.of(critic.config)
-            critic.rate = begun.continuing(values.get("critic_rate"), critic.step)
-            first = LossScale.of(critic.config)
-            critic.loss_scale = first.continuing(values.get("critic_loss_scale"))
-            after_load(critic.optimizer, critic.step)
+        for prefix, side in self._learners():
+            side.step = values[f"{prefix}step"]
+            rate, scale = (values.get(f"{prefix}{name}") for name in ("rate", "loss_scale"))
+            side.rate = LearningRate.of(side.config).continuing(rate, side.step)
+            side.loss_scale = LossScale.of(side.config).continuing(scale)
+            after_load(side.optimizer, side.step)
         learned = PARAMS if self._adapters is None else ADAPTERS
         self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM, *moves)
         return values["extra"]
@@ -645,6 +640,10 @@ class Trainer(SaverSide):
             )
         self._require(method, *tags)
         return self.critic
+
+    def _learners(self) -> list[tuple[str, Any]]:
+        """Return policy and critic, each with the prefix of its values in a checkpoint."""
+        return [("", self), *([] if self.critic is None else [("critic_", self.critic)])]
 
     def _state(self, reference: bool) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; a trainer rebuilds its first reference."""

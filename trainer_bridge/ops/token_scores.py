@@ -59,11 +59,7 @@ class _TokenScores(torch.autograd.Function):
             reduce_logits(hidden @ weight[start:stop].T, target, start, temperature, impl)
             for start, stop in _slices(hidden, weight)
         ]
-        chosen, entropy, norm = _combine(parts)
-        ctx.save_for_backward(hidden, weight, target, *norm)
-        ctx.temperature, ctx.impl = temperature, impl
-        ctx.set_materialize_grads(False)
-        return chosen, entropy
+        return _scores(ctx, (hidden, weight, target), parts, temperature, impl)
 
     @staticmethod
     @once_differentiable
@@ -88,11 +84,8 @@ class _LogitScores(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, temperature: float, impl: Impl
     ) -> tuple[Tensor, Tensor]:
-        chosen, entropy, norm = _combine([reduce_logits(logits, target, 0, temperature, impl)])
-        ctx.save_for_backward(logits, target, *norm)
-        ctx.temperature, ctx.impl = temperature, impl
-        ctx.set_materialize_grads(False)
-        return chosen, entropy
+        part = reduce_logits(logits, target, 0, temperature, impl)
+        return _scores(ctx, (logits, target), [part], temperature, impl)
 
     @staticmethod
     @once_differentiable
@@ -103,11 +96,12 @@ class _LogitScores(torch.autograd.Function):
         return slope, None, None, None
 
 
-def _combine(parts: list[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Combine reduced slices of the vocabulary.
+def _scores(
+    ctx: Any, inputs: tuple[Tensor, ...], parts: list[Tensor], temperature: float, impl: Impl
+) -> tuple[Tensor, Tensor]:
+    """Combine reduced slices of the vocabulary into log-probabilities and entropies, fp32 [N].
 
-    Returns:
-        fp32 [N]: log-probabilities, entropies, and the norm for `logits_to_gradient`.
+    `ctx` keeps the inputs and the norm for `logits_to_gradient`.
     """
     peak, mass, fall, chosen = torch.stack(parts, 1).unbind()
     top = peak.amax(0)
@@ -116,7 +110,10 @@ def _combine(parts: list[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor,
     mass = (mass * share).sum(0)
     # Keep them apart: their sum would be rounded to the precision of the largest logit.
     norm = top, mass.log(), fall / mass
-    return chosen.amax(0) - top - norm[1], norm[1] + norm[2], norm
+    ctx.save_for_backward(*inputs, *norm)
+    ctx.temperature, ctx.impl = temperature, impl
+    ctx.set_materialize_grads(False)
+    return chosen.amax(0) - top - norm[1], norm[1] + norm[2]
 
 
 def _inputs(

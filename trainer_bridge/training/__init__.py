@@ -2,7 +2,7 @@
 
 from trainer_bridge.training.adamw_8bit import code_tables
 from trainer_bridge.training.checkpoint import read_values
-from trainer_bridge.training.correction import mismatch
+from trainer_bridge.training.correction import k3, mismatch
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
@@ -13,6 +13,7 @@ __all__ = [
     "check_layout",
     "code_tables",
     "export_checkpoint",
+    "k3",
     "lora_target_names",
     "mismatch",
     "packed_attention",

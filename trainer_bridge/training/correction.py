@@ -29,63 +29,15 @@ geometric weights. slime clips at both bounds, too, which is not offered here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Level = Literal["token", "sequence", "geometric"]
-How = Literal["truncate", "mask"]
-Reject = Literal["mean_k1", "max_k1", "mean_k3", "max_k3"]
+from trainer_bridge.config import CorrectionConfig, Level
+
 Numbers = NDArray[np.float64]
 
 _LIMIT = 20.0  # of log-ratios: exp(20) is 5e8
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectionConfig:
-    """Options of `correct`; a contradiction raises a ValueError on construction.
-
-    Attributes:
-        level: What one weight applies to: a token, or all tokens of an answer, whose weight is the
-            product (sequence) or the geometric mean of the tokens' weights.
-        how: What happens to a weight outside the bounds: above `high` it is set to `high`
-            (truncate), or below `low` or above `high` to 0 (mask).
-        low: Lower bound of a mask; not negative, below `high`. Unused otherwise.
-        high: Upper bound; positive and finite.
-        reject: Figure of an answer's tokens that rejects the answer above `reject_above`: |mean of
-            k1|, the largest |k1|, the mean of k3 or the largest k3. None rejects no answer.
-        reject_above: Limit of `reject` in nats, positive.
-        veto: Nats by which the trainer's log-probability of a token may lie below the rollout's; an
-            answer with any lower token is rejected. None has no veto.
-    """
-
-    level: Level = "token"
-    how: How = "truncate"
-    low: float = 0.5
-    high: float = 2.0
-    reject: Reject | None = None
-    reject_above: float | None = None
-    veto: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, kinds in (("level", Level), ("how", How), ("reject", Reject)):
-            value, allowed = getattr(self, name), get_args(kinds)
-            if value not in allowed and (name, value) != ("reject", None):
-                raise ValueError(f"{self._shown(name)}: use {', '.join(allowed)}")
-        if not 0 < self.high < np.inf:
-            raise ValueError(f"{self._shown('high')}: must be positive and finite")
-        if self.how == "mask" and not 0 <= self.low < self.high:
-            raise ValueError(f"{self._shown('low')}: must be in [0, high), with high={self.high}")
-        if (self.reject is None) != (self.reject_above is None):
-            raise ValueError(f"{self._shown('reject_above')}: set it together with reject")
-        for name in ("reject_above", "veto"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < np.inf:
-                raise ValueError(f"{self._shown(name)}: must be positive and finite, or None")
-
-    def _shown(self, name: str) -> str:
-        return f"CorrectionConfig.{name}={getattr(self, name)!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +113,7 @@ def mismatch(ratios: Numbers) -> dict[str, float]:
         "mismatch_mean": float(sizes.mean()),
         "mismatch_max": float(sizes.max()),
         "mismatch_k1": -float(ratios.mean()),
-        "mismatch_k3": float(_k3(ratios).mean()),
+        "mismatch_k3": float(k3(_limited(ratios)).mean()),
     }
 
 
@@ -220,16 +172,17 @@ def _limited(ratios: Numbers) -> Numbers:
     return np.clip(ratios, -_LIMIT, _LIMIT)
 
 
-def _k3(ratios: Numbers) -> Numbers:
-    limited = _limited(ratios)
-    return np.expm1(limited) - limited
+def k3(ratios: Numbers) -> Numbers:
+    """Return exp(ratio) - 1 - ratio of each log(other / own probability)."""
+    return np.expm1(ratios) - ratios
 
 
 def _kept(ratios: Numbers, answers: _Answers, config: CorrectionConfig) -> NDArray[np.bool_]:
     kept = np.ones(len(answers.lengths), dtype=bool)
     if config.reject is not None:
         over, _, name = config.reject.partition("_")
-        of_tokens = _k3(ratios) if name == "k3" else _limited(ratios)
+        limited = _limited(ratios)
+        of_tokens = k3(limited) if name == "k3" else limited
         if over == "mean":
             of_answers = np.abs(answers.mean(of_tokens))
         else:

@@ -15,7 +15,7 @@ from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.model import forget_failed_forward, reshard
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
-from trainer_bridge.training.policy_loss import kl_terms, policy_terms, token_factors
+from trainer_bridge.training.policy_loss import k3, kl_terms, policy_terms, token_factors
 
 
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ def policy_gradient(
         # FSDP divides the sum of the ranks' gradients by their number.
         (total * (scale * world)).backward()
     with torch.no_grad():
-        kl = (log_ratio.exp() - 1 - log_ratio).sum()
+        kl = k3(log_ratio).sum()
     return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.detach().sum()]
 
 

@@ -310,9 +310,10 @@ def optimizer_step(
 def _clip(optimizer: torch.optim.Optimizer, scale: float, limit: float | None) -> float:
     """Divide the gradients by the scale, clip them, and return their norm on all ranks."""
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    grads = [local_shard(param.grad) for param in params if param.grad is not None]
-    if scale != 1 and grads:
-        torch._foreach_mul_(grads, 1 / scale)
+    if scale != 1:
+        grads = [local_shard(param.grad) for param in params if param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, 1 / scale)
     norm = torch.nn.utils.clip_grad_norm_(params, math.inf if limit is None else limit)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 

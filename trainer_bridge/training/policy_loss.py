@@ -112,10 +112,13 @@ def kl_terms(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     Sources: Schulman, "Approximating KL Divergence" (2020); Tang and Munos, "On a few pitfalls in
     KL divergence gradient estimation for RL" (2025).
     """
-    difference = logprobs - reference
-    if estimator == "k2":
-        return difference.square() / 2
-    return (-difference).exp() - 1 + difference
+    log_ratio = reference - logprobs
+    return log_ratio.square() / 2 if estimator == "k2" else k3(log_ratio)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) - 1 - log_ratio of log(other / own probability) of each token."""
+    return log_ratio.exp() - 1 - log_ratio
 
 
 def token_factors(loss: PolicyLoss, batch: SequenceBatch, micro: MicroBatch) -> Tensor | float:
