@@ -331,8 +331,8 @@ BUGS = [
         "a resumed critic continues from the policy's number of updates",
         "trainer_bridge/trainer.py",
         "trainer_bridge/test_checkpoint.py",
-        'critic.step = values["critic_step"]',
-        'critic.step = values["step"]',
+        'side.step = values[f"{prefix}step"]',
+        'side.step = values["step"]',
     ),
     Bug(
         "deviations are the population's, not the sample's",
