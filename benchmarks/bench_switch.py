@@ -21,7 +21,7 @@ BEFORE_SYNC = ("empty_cache", "offload_optim", "wake_weights")
 AFTER_SYNC = ("offload_params", "wake_kv_cache")
 TO_ROLLOUT = (*BEFORE_SYNC, *SYNC, *AFTER_SYNC)
 TO_TRAIN = ("sleep", "reload_params", "reload_optim")
-WORK = ("generate_sequences", "compute_log_prob", "update_actor")
+WORK = ("generate_sequences", "update_actor")
 CASES = {
     "everything stays": "[params,optim,weights,kv_cache,cuda_graph]",
     "everything is offloaded": "[]",

@@ -16,9 +16,8 @@ import numpy as np
 
 from recipes.config.models import Baseline, Scale
 from recipes.config.recipe import Recipe
-from recipes.figures import Numbers, by_answer, centered, deviation, flat, log_ratios
-from recipes.sampling import PerToken
-from trainer_bridge.training import k3
+from recipes.figures import centered, deviation
+from trainer_bridge.training import Numbers, PerToken, by_answer, flat, k3, log_ratios
 
 EPSILON = 1e-6
 """Added to a deviation."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipes.config.recipe import Recipe
-from recipes.figures import by_answer, flat
-from recipes.sampling import PerToken, Samples
+from recipes.sampling import Samples
 from trainer_bridge import CorrectionConfig, correct
+from trainer_bridge.training import PerToken, by_answer, flat
 
 OPTIONS = tuple(CorrectionConfig.__dataclass_fields__)
 
@@ -33,11 +33,12 @@ class StepCorrection:
 def correct_step(recipe: Recipe, samples: Samples, logprobs: PerToken) -> StepCorrection:
     """Compare the log-probabilities of rollout and trainer, and correct for the difference.
 
-    Without a correction, the figures say what token weights of at most 2 would give. With
-    correction.mode=bypass, `logprobs` are the rollout's, too, and there is nothing to compare.
+    Without a correction, the figures say what token weights of at most 2 would give. Where
+    `logprobs` are the rollout's, too, there is nothing to compare: with correction.mode=bypass, and
+    if the update computes the trainer's.
     """
     mode, lengths = recipe.correction_mode, list(map(len, samples.response_ids))
-    if mode == "bypass":
+    if mode == "bypass" or recipe.scores_in_update:
         return StepCorrection()
     corrected = correct(flat(samples.logprobs), flat(logprobs), lengths, options(recipe))
     if mode == "none":

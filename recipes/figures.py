@@ -3,49 +3,15 @@
 All arithmetic is in fp64. A deviation is the sample's: the sum of squares is divided by n - 1.
 """
 
-import struct
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from recipes.sampling import PerToken, Samples
+from recipes.sampling import Samples
 from recipes.tasks import Score, Task
-from trainer_bridge.training import k3
-
-Numbers = NDArray[np.float64]
-"""Numbers of all tokens, answer by answer."""
-
-
-def flat(rows: PerToken) -> Numbers:
-    """Return the numbers of all tokens in one array, answer by answer."""
-    packed, at = bytearray(8 * sum(map(len, rows))), 0
-    for row in rows:  # A third of the time of np.array(row).
-        struct.pack_into(f"{len(row)}d", packed, at, *row)
-        at += 8 * len(row)
-    return np.frombuffer(packed)
-
-
-def by_answer(numbers: Numbers, lengths: Sequence[int]) -> PerToken:
-    """Return the numbers of each answer, given the answers' tokens; the inverse of `flat`."""
-    ends = zip(lengths, accumulate(lengths), strict=True)
-    return [numbers[end - length : end].tolist() for length, end in ends]
-
-
-def log_ratios(first: PerToken, second: PerToken) -> Numbers:
-    """Return second - first for every token.
-
-    Raises:
-        ValueError: The two differ in the tokens of an answer.
-    """
-    lengths = [list(map(len, rows)) for rows in (first, second)]
-    if lengths[0] != lengths[1]:
-        raise ValueError(f"log-probabilities of {lengths[0]} and of {lengths[1]} tokens")
-    ratios = flat(second)
-    ratios -= flat(first)
-    return ratios
+from trainer_bridge.training import Numbers
 
 
 def centered(numbers: ArrayLike) -> Numbers:
@@ -93,19 +59,6 @@ def answer_figures(
     if len(tasks) > 1:
         row["sets"] = _by_set(samples, scores, tasks)
     return row
-
-
-def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict[str, float]:
-    """Return the divergence of the policy from the reference; nothing without a reference.
-
-    It is the mean of r - 1 - log(r) over all tokens, in nats, where r is the probability under the
-    reference divided by that under the policy. This is the estimator k3 of Schulman,
-    "Approximating KL Divergence" (2020).
-    """
-    if ref_logprobs is None:
-        return {}
-    ratios = log_ratios(logprobs, ref_logprobs)
-    return {"kl_to_reference": float(np.mean(k3(ratios)))}
 
 
 def _of_scores(scores: Sequence[Score]) -> dict[str, float]:

@@ -9,8 +9,8 @@ Step s (version s of the weights, after s - 1 updates):
     compute_ref_log_prob   log-probabilities under the weights before the first update, or after the
                            last multiple of loss.reference_every steps
     to_score()             the trainer's parameters replace the reference
-    compute_log_prob       log-probabilities under the weights that sampled; not with
-                           correction.mode=bypass, which takes the rollout's
+    compute_log_prob       log-probabilities under the weights that sampled; not if the update
+                           computes them, and not with correction.mode=bypass
     compute_reward         the task's score of every answer
     to_train()             the trainer reloads its optimizer
     compute_advantages     rewards compared by grpo.baseline and grpo.scale (`recipes.advantages`)
@@ -27,11 +27,12 @@ from typing import Any
 from recipes.advantages import compute_advantages
 from recipes.config.recipe import Recipe
 from recipes.corrections import correct_step
-from recipes.figures import answer_figures, reference_figures
+from recipes.figures import answer_figures
 from recipes.loop import Loop, Scoring, schedule_of
 from recipes.rounds import learnable, sample_groups
 from recipes.sampling import Samples, usable
 from recipes.updates import mini_batches, update
+from trainer_bridge.training import reference_figures
 
 
 class GrpoLoop(Loop):
@@ -68,7 +69,7 @@ class GrpoLoop(Loop):
             advantages = compute_advantages(recipe, rewards, logprobs, ref_logprobs)
         batch = samples.batch(
             self.temperature,
-            old_logprobs=logprobs,
+            **{recipe.logprobs_field: logprobs},
             advantages=advantages,
             weights=correction.weights,
             ref_logprobs=ref_logprobs if recipe.kl_in == "loss" else None,

@@ -21,23 +21,16 @@ from typing import Any, Self
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError
 from recipes.evaluation import Standing, evaluate, standing
-from recipes.figures import log_ratios
 from recipes.logs.monitor import Monitor
 from recipes.rewards.runner import Rewards
-from recipes.sampling import (
-    PerToken,
-    Samples,
-    generate_sequences,
-    scored,
-    with_length_penalty,
-)
+from recipes.sampling import Samples, generate_sequences, scored, with_length_penalty
 from recipes.setup.preparation import Setup
 from recipes.tasks import Score
 from rollout import Rollout
 from trainer_bridge import Cycle, Schedule
 from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
-from trainer_bridge.training import mismatch
+from trainer_bridge.training import PerToken, log_ratios, mismatch
 
 Scoring = Callable[[], list[Score]]
 """Waits for the scores of submitted answers; all calls return the same ones."""
@@ -207,11 +200,12 @@ class Loop(abc.ABC):
     def score(self, samples: Samples, scoring: Scoring) -> tuple[PerToken, list[Score]]:
         """Return log-probabilities under the weights that sampled, and the answers' scores.
 
-        They are the trainer's; with correction.mode=bypass, the rollout's.
+        They are the trainer's; with correction.mode=bypass, or if the update computes the
+        trainer's, they are the rollout's.
         """
         self.to_score()
-        logprobs = samples.logprobs
-        if self.setup.recipe.correction_mode != "bypass":
+        recipe, logprobs = self.setup.recipe, samples.logprobs
+        if recipe.correction_mode != "bypass" and not recipe.scores_in_update:
             with self.stage("compute_log_prob"):
                 logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):

@@ -10,8 +10,8 @@ Step s (version s of the weights):
     to_score("critic")     the critic replaces the reference
     compute_values         the critic's estimate of the reward after every token
     to_score()             the trainer's parameters replace the critic
-    compute_log_prob       log-probabilities under the weights that sampled; not with
-                           correction.mode=bypass, which takes the rollout's
+    compute_log_prob       log-probabilities under the weights that sampled; not if the update
+                           computes them, and not with correction.mode=bypass
     compute_reward         the task's score of every answer
     to_train()             critic and both optimizers reload
     compute_advantages     rewards of tokens (`token_rewards`), then GAE and whitening
@@ -34,20 +34,13 @@ import numpy as np
 from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
 from recipes.corrections import correct_step
-from recipes.figures import (
-    Numbers,
-    answer_figures,
-    by_answer,
-    centered,
-    deviation,
-    flat,
-    reference_figures,
-)
+from recipes.figures import answer_figures, centered, deviation
 from recipes.loop import Loop, schedule_of
 from recipes.sampling import usable
 from recipes.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
+from trainer_bridge.training import Numbers, by_answer, flat, reference_figures
 
 
 class PpoLoop(Loop):
@@ -80,7 +73,7 @@ class PpoLoop(Loop):
         self.to_train()
         batch = samples.batch(
             self.temperature,
-            old_logprobs=logprobs,
+            **{recipe.logprobs_field: logprobs},
             ref_logprobs=ref_logprobs,
             weights=correction.weights,
             values=values,
@@ -104,13 +97,14 @@ def with_advantages(
 ) -> tuple[SequenceBatch, dict[str, float]]:
     """Return the batch with advantages and returns, and figures of both; an empty batch as it is.
 
-    `batch` has old log-probabilities, values and, with a reference, its log-probabilities.
+    `batch` has the policy's log-probabilities, values and, with a reference, its log-probabilities.
     """
     if not rewards:
         return batch, {}
-    assert batch.old_logprobs is not None and batch.values is not None
+    logprobs = getattr(batch, recipe.logprobs_field)
+    assert batch.values is not None
     ppo, lengths, values = recipe.ppo, list(map(len, batch.response_ids)), flat(batch.values)
-    penalties = flat(kl_penalties(recipe, batch.old_logprobs, batch.ref_logprobs))
+    penalties = flat(kl_penalties(recipe, logprobs, batch.ref_logprobs))
     earned = token_rewards(rewards, penalties, lengths)
     advantages, returns = gae(earned, values, lengths, ppo.gamma, ppo.gae_lambda)
     figures = {

@@ -18,9 +18,7 @@ from recipes.tasks.scoring import to_answer
 from recipes.tasks.split import hash_text
 from rollout import Completion, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
-
-PerToken = list[list[float]]
-"""A list for each answer with a number for each of its tokens."""
+from trainer_bridge.training import PerToken
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,8 +106,8 @@ class Cycle:
         overlap: Trained tags that leave while the rollout generates. The device must have room for
             them next to the rollout's weights, and the engine must be `elastic`: its KV cache grows
             into their memory as they leave. They are reloaded with wait="memory", so computation
-            waits only for the tensors that it reads. Without a critic, optimizer tags return during
-            `compute_log_prob`; with a critic, which scores after the policy, they return later.
+            waits only for the tensors that it reads. Without a critic, optimizer tags return from
+            `to_score()` on; with a critic, which scores too, from `to_train()` on.
         alias: The rollout serves the trainer's pages, and returns them when it sleeps, at any
             level. Open the pair with the same value.
         hand_over: Memory that leaves goes to the tag that the other side of the device maps next,

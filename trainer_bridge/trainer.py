@@ -27,12 +27,14 @@ from trainer_bridge.sync.writer import Shards
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
+from trainer_bridge.training.correction import figures_of_first_update
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import ShardedWeights, save_folder
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
 from trainer_bridge.training.loss_scale import LossScale, check_scores
 from trainer_bridge.training.losses import (
+    TokenValues,
     add_gradients,
     micro_logprobs,
     policy_gradient,
@@ -275,31 +277,38 @@ class Trainer(SaverSide):
         overflow is computed again at half the scale, until they are finite.
 
         Args:
-            batch: Sequences with `old_logprobs` and `advantages`, and with `ref_logprobs` if the
-                loss has a KL term.
+            batch: Sequences with `advantages` and either `old_logprobs` or `rollout_logprobs`, and
+                with `ref_logprobs` if the loss has a KL term.
 
         Returns:
             loss, grad_norm (before clipping), clip_fraction (share of tokens whose ratio the loss
             clips, see `PolicyLoss`), its parts clip_fraction_low (ratio below 1 - clip_low) and
             clip_fraction_high (ratio above 1 + clip_high), approx_kl, entropy (nats),
             learning_rate and tokens. In float16 also loss_scale (which gave finite gradients) and
-            overflows (how many times the update was computed again).
+            overflows (how many times the update was computed again). With `rollout_logprobs` also
+            the figures of `correct` with its default options and, with `ref_logprobs`,
+            kl_to_reference.
 
         Raises:
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
-            ValueError: The batch lacks a field.
+            ValueError: The batch lacks a field, or has both kinds of log-probabilities.
             FloatingPointError: A gradient is not finite; in float16, at none of 20 loss scales, or
                 the loss is not finite either. Nothing has changed.
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
-        needed = ["old_logprobs", "advantages"]
-        needed += ["ref_logprobs"] if self.config.loss.kl_coef else []
+        if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
+            raise ValueError("update_actor takes old_logprobs or rollout_logprobs, not both")
+        needed = ["old_logprobs" if batch.rollout_logprobs is None else "rollout_logprobs"]
+        needed += ["advantages", *(["ref_logprobs"] if self.config.loss.kl_coef else [])]
         check_learning("update_actor", batch, self.model.config, needed)
         world, size = self._runtime.world, self.config.micro_batch_size
+        own = TokenValues()
 
         def backward(scale: float) -> list[float]:
-            learn = partial(policy_gradient, self.model, self.config, batch, world, scale)
+            nonlocal own
+            own = TokenValues()
+            learn = partial(policy_gradient, self.model, self.config, batch, world, scale, own)
             sums = add_gradients(self.model, batch, learn, size, self._runtime)
             self._offloader.await_content()
             return sums
@@ -310,6 +319,8 @@ class Trainer(SaverSide):
         )
         self.step += 1
         low, high, kl, entropy = (total / batch.num_tokens for total in sums)
+        if batch.rollout_logprobs is not None:
+            figures |= figures_of_first_update(batch, own.gather(self._runtime))
         self._runtime.finish()  # the step's queued work counts as part of this stage
         return {
             "loss": loss,

@@ -245,6 +245,9 @@ def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
         idle |= dict.fromkeys(of_kl, "loss.kl_coef=0")
     elif recipe.steps <= recipe.reference_every:
         idle["loss.reference_every"] = f"steps={recipe.steps}"
+    elif recipe.reference_every == 1 and (recipe.kl_in == "reward" or recipe.updates_per_step == 1):
+        why = "loss.reference_every=1, by which the policy is its own reference"
+        idle |= {"loss.kl_coef": why, "loss.reference_every": why}
     return idle
 
 

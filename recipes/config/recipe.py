@@ -127,6 +127,21 @@ class Recipe:
         return mode if mode != "auto" else "decoupled" if self.inexact_rollout else "none"
 
     @property
+    def scores_in_update(self) -> bool:
+        """Return whether the step's update computes the log-probabilities that it compares with.
+
+        It can if it is the only one and nothing before it needs them: no weights of a correction,
+        and no KL divergence in the rewards.
+        """
+        needed = self.correction_mode != "none" or (self.loss.kl_coef and self.kl_in == "reward")
+        return self.updates_per_step == 1 and not needed
+
+    @property
+    def logprobs_field(self) -> Literal["old_logprobs", "rollout_logprobs"]:
+        """Return the field of the update's batch that has the answers' log-probabilities."""
+        return "rollout_logprobs" if self.scores_in_update else "old_logprobs"
+
+    @property
     def inexact_rollout(self) -> str:
         """Return why the rollout's probabilities are not quite the trainer's; empty if they are."""
         if self.engine.kv_cache_dtype != "auto":

@@ -164,7 +164,8 @@ class PlannedTrainer(Trainer):
     def _once(
         self, method: Callable[..., _Result], batch: SequenceBatch, **how: Hashable
     ) -> _Result:
-        key = method.__name__, tuple(map(len, batch.response_ids)), *how.values()
+        scores_itself = batch.old_logprobs is None
+        key = method.__name__, tuple(map(len, batch.response_ids)), scores_itself, *how.values()
         return self.saver.planned.once(key, partial(method, batch, **how))
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
@@ -353,8 +354,8 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     answers = min(2 * recipe.trainer.micro_batch_size, math.ceil(per_step / recipe.cluster.size))
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
-    # First, because fewer answers may not fill the mini batches.
-    loop = dataclasses.replace(loop, epochs=1, mini_batches=1)
+    # First, because fewer answers may not fill the mini batches. Two updates stand for any number.
+    loop = dataclasses.replace(loop, epochs=min(2, recipe.updates_per_step), mini_batches=1)
     if isinstance(loop, PpoSection):
         loop = dataclasses.replace(loop, critic_warmup_steps=0)
     else:  # All planned answers have the same reward.

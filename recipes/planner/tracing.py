@@ -245,10 +245,10 @@ class PlannedDevice(TorchDispatchMode):
 
     def _hold(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
         """Replace the bytes that a name holds; 0 releases them."""
+        self._requests.append((key, nbytes, stream))  # A repetition may find it released.
         before = self._held.get(key, 0)
         if nbytes == before:
             return
-        self._requests.append((key, nbytes, stream))
         self._held[key] = nbytes
         if before:
             self.allocator.free(key)

@@ -14,7 +14,6 @@ import recipes.loop
 from recipes.config.load import load
 from recipes.corrections import summary
 from recipes.errors import RecipeError
-from recipes.figures import flat
 from recipes.logs.monitor import Monitor, View
 from recipes.logs.run_folder import RunFolder
 from recipes.run import start_run
@@ -23,6 +22,7 @@ from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
+from trainer_bridge.training import flat
 
 FP8 = ("engine.kv_cache_dtype=fp8_e4m3", "eval.every=0", "checkpoint.every=0", "steps=2")
 DECOUPLED, BYPASS = "correction.mode=decoupled", "correction.mode=bypass"

@@ -14,22 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import recipes.loop
 from recipes.errors import RunError
-from recipes.figures import (
-    answer_figures,
-    by_answer,
-    deviation,
-    flat,
-    log_ratios,
-    reference_figures,
-)
+from recipes.figures import answer_figures, deviation
 from recipes.rewards.runner import Rewards
 from recipes.run import start_run
-from recipes.sampling import PerToken, Samples
+from recipes.sampling import Samples
 from recipes.tasks import Problem, Score, Task
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
 from trainer_bridge.trainer import Trainer
+from trainer_bridge.training import PerToken, by_answer, flat, log_ratios, reference_figures
 
 number = st.floats(-3, 3)
 per_token = st.lists(st.lists(number, max_size=6), min_size=1, max_size=5)
@@ -163,23 +158,23 @@ def test_answers_without_reward_are_left_out_of_every_update(
         )
     )
     monkeypatch.setattr(Rewards, "submit", judge)
-    whole: list[SequenceBatch] = []
-    update, score = Trainer.update_actor, Trainer.compute_log_prob
+    whole: list[Samples] = []
+    update, generate = Trainer.update_actor, recipes.loop.generate_sequences
 
     def spy(trainer: Trainer, batch: SequenceBatch) -> dict[str, float]:
         batches.append(batch)
         return update(trainer, batch)
 
-    def spy_scores(trainer: Trainer, batch: SequenceBatch) -> list[list[float]]:
-        whole.append(batch)
-        return score(trainer, batch)
+    def spy_samples(*arguments: Any) -> Samples:
+        whole.append(generate(*arguments))
+        return whole[-1]
 
     monkeypatch.setattr(Trainer, "update_actor", spy)
-    monkeypatch.setattr(Trainer, "compute_log_prob", spy_scores)
+    monkeypatch.setattr(recipes.loop, "generate_sequences", spy_samples)
     start_run(recipe, [*words, "steps=1", "checkpoint.every=0"], tmp_path / "run")
     assert len(batches) == updates
     learnt = [ids for batch in batches for ids in sequences(batch)]
-    assert sorted(learnt) == sorted(sequences(whole[0].select(kept)))
+    assert sorted(learnt) == sorted(sequences(whole[0].select(kept).batch(1.0)))
     (row,) = rows(tmp_path / "run", "train")
     assert (row["unscored"], row["faults"]) == (23, 1)
     assert row["reward"] == pytest.approx(sum(kept) / 90)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
-from recipes.figures import by_answer, flat
 from recipes.ppo import (
     PpoLoop,
     explained_variance,
@@ -24,6 +23,7 @@ from recipes.ppo import (
     with_advantages,
 )
 from trainer_bridge import Schedule, SequenceBatch
+from trainer_bridge.training import by_answer, flat
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)

@@ -42,7 +42,7 @@ from trainer_bridge.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["offload_optim", "wake_weights", "sync_weights", "offload_params", "wake_kv_cache"]
-STAGES += ["generate_sequences", "sleep", "reload_params", "compute_log_prob", "compute_reward"]
+STAGES += ["generate_sequences", "sleep", "reload_params", "compute_reward"]
 STAGES += ["reload_optim", "compute_advantages", "update_actor"]
 REPLAY = "grpo.router_replay=true"
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]

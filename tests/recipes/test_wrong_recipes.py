@@ -145,6 +145,7 @@ IDLE = [
     ("tiny", "loss.kl_estimator=k1", "loss.kl_coef=0"),
     ("tiny", "loss.reference_every=5", "loss.kl_coef=0"),
     ("tiny-ppo", "loss.reference_every=24", "steps=24"),
+    ("tiny-ppo", "loss.reference_every=1", "loss.reference_every=1, by which the policy is its"),
     ("tiny", "correction.high=3", "correction.mode=auto; change that, or drop correction.high"),
     (PPO, "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
     ("tiny", "lora.alpha=8", "lora.rank=0"),

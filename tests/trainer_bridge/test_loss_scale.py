@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
-from tests.helpers.trainer_bridge.models import describe, make_batch, value_batch
+from tests.helpers.trainer_bridge.models import as_sampled, describe, make_batch, value_batch
 from tests.helpers.trainer_bridge.states import MOMENTS, assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import LEARNING_RATE, STABLE
 from trainer_bridge import (
@@ -209,13 +209,14 @@ def test_repeated_update_has_the_bits_of_one_that_starts_at_the_scale_that_worke
         first, second = ((one, one.critic)[side] for one in (repeats, twin))
         for one in (repeats, twin):
             getattr(one, learn)(value_batch(4))
+        batch = as_sampled(value_batch(4, seed=1))  # a repeated update scores again
         assert first.loss_scale == LossScale(dynamic=True, value=FIRST, good=1)  # of its own
         first.loss_scale.value = 2.0**34
-        got = getattr(repeats, learn)(value_batch(4, seed=1))
+        got = getattr(repeats, learn)(batch)
         overflows, worked = got.pop(prefix + "overflows"), got[prefix + "loss_scale"]
         assert overflows > 0 and worked == 2.0 ** (34 - overflows)
         vars(second.loss_scale).update(value=worked, good=0)
-        expected = getattr(twin, learn)(value_batch(4, seed=1))
+        expected = getattr(twin, learn)(batch)
         assert expected.pop(prefix + "overflows") == 0
         assert got == expected and got[prefix + "grad_norm"] > 0
         assert first.loss_scale == second.loss_scale

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tests.helpers.case_selection import some
 from tests.helpers.rollout.package_names import Wheel
-from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
+from tests.helpers.trainer_bridge.models import as_sampled, make_batch, reference, write_model
 from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.rival_losses import TRL, VERL, trl_loss, verl_loss
 from tests.helpers.trainer_bridge.states import bits
@@ -32,9 +32,17 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     rounding,
 )
-from trainer_bridge import PolicyLoss, SequenceBatch, Trainer, TrainerConfig
+from trainer_bridge import (
+    CorrectionConfig,
+    PolicyLoss,
+    SequenceBatch,
+    Trainer,
+    TrainerConfig,
+    correct,
+)
 from trainer_bridge.ops import token_scores
-from trainer_bridge.training.losses import add_gradients, policy_gradient
+from trainer_bridge.training import flat, reference_figures
+from trainer_bridge.training.losses import TokenValues, add_gradients, policy_gradient
 from trainer_bridge.training.policy_loss import kl_terms, ppo_clip
 
 WORDS = 11
@@ -219,7 +227,7 @@ def update(
     model, parts = Table(table), []
     model.packs = packed
     config = TrainerConfig(model_path="m", reference=True, loss=loss)
-    learn = partial(policy_gradient, model, config, batch, world, 1.0)
+    learn = partial(policy_gradient, model, config, batch, world, 1.0, TokenValues())
     for rank in range(world):
         runtime: Any = SimpleNamespace(
             rank=rank, world=world, device=CPU, numbers=Tensor.tolist, sum_ranks=list
@@ -383,6 +391,32 @@ def test_expectations_of_kl_estimates_are_the_divergence_or_its_gradient() -> No
     (expected,) = torch.autograd.grad(divergence, scores, retain_graph=True)
     torch.testing.assert_close(torch.autograd.grad((drawn * k2).sum(), scores)[0], expected)
     assert (k2 >= 0).all() and (k3 >= 0).all()
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 64])
+def test_update_that_scores_itself_has_the_bits_of_one_after_a_scoring_pass(
+    micro_batch_size: int, model_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    """Expect the figures of the mismatch, too, from the same numbers."""
+    drawn = dataclasses.replace(make_batch(7), ref_logprobs=make_batch(7).old_logprobs)
+    for kind in ("ppo", "gspo", "cispo"):
+        loss = PolicyLoss(kind=kind, kl_coef=0.3, aggregation="sequence")
+        changes = {"loss": loss, "micro_batch_size": micro_batch_size, "reference": True, **STABLE}
+        first, second = (make_trainer(model_path, **changes) for _ in "ab")
+        scores = first.compute_log_prob(drawn)
+        expected = first.update_actor(dataclasses.replace(drawn, old_logprobs=scores))
+        got = second.update_actor(as_sampled(drawn))
+        assert got.items() >= expected.items() and got["approx_kl"] == got["clip_fraction"] == 0
+        for one, other in zip(bits(first).values(), bits(second).values(), strict=True):
+            assert torch.equal(one, other)
+        lengths = list(map(len, scores))
+        compared = correct(flat(drawn.old_logprobs), flat(scores), lengths, CorrectionConfig())
+        figures = compared.figures | reference_figures(scores, drawn.ref_logprobs)
+        assert {name: got[name] for name in got.keys() - expected.keys()} == figures
+        assert 0 < figures["effective_sample_size"] < 1 and figures["weights_truncated"] > 0
+    for wrong in ({"old_logprobs": scores}, {"rollout_logprobs": None}):
+        with pytest.raises(ValueError, match="update_actor .*old_logprobs"):
+            second.update_actor(dataclasses.replace(as_sampled(drawn), **wrong))
 
 
 @pytest.mark.parametrize(

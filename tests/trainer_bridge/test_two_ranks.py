@@ -22,6 +22,7 @@ from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import (
+    as_sampled,
     config,
     describe,
     make_batch,
@@ -87,12 +88,13 @@ def learn(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def losses(path: str, micro_batch_size: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    """Return metrics and learned numbers of one update with each loss."""
+    """Return metrics and learned numbers of one update with each loss; cispo's scores itself."""
     results = []
     for loss in LOSSES:
         changes = {**CHANGES, "micro_batch_size": micro_batch_size, "loss": loss}
-        trainer = Trainer(config(path, **changes))
-        results.append((trainer.update_actor(make_batch(COUNTS[0])), bits(trainer, whole=True)))
+        trainer, batch = Trainer(config(path, **changes)), make_batch(COUNTS[0])
+        figures = trainer.update_actor(as_sampled(batch) if loss.kind == "cispo" else batch)
+        results.append((figures, bits(trainer, whole=True)))
     return results
 
 
@@ -391,6 +393,7 @@ def test_ranks_and_micro_batches_do_not_change_updates_of_each_loss(
             assert_metrics(got[0], wanted[0])
             assert_learned(got[1], wanted[1], 1)
     assert len({metrics["grad_norm"] for metrics, _ in alone}) == len(LOSSES)
+    assert ["mismatch_max" in metrics for metrics, _ in alone] == [False, False, True]
 
 
 def test_critic_and_reference_on_two_ranks_match_one(

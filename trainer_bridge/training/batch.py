@@ -17,7 +17,7 @@ from trainer_bridge.training.packing import Packing
 
 _PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
 _ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
-PER_TOKEN = ("old_logprobs", "ref_logprobs", "weights", "values", "returns")
+PER_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "weights", "values", "returns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,17 @@ class SequenceBatch:
     """Sequences to score or to learn from, checked on construction.
 
     All fields but `temperature` have one entry per sequence. Scores need only the token ids.
-    `update_actor` also needs `old_logprobs` and `advantages`, and `ref_logprobs` with
-    `PolicyLoss.kl_coef`. `update_critic` needs `values` and `returns`. A ValueError names a field
-    whose length does not match.
+    `update_actor` also needs `advantages`, either `old_logprobs` or `rollout_logprobs`, and
+    `ref_logprobs` with `PolicyLoss.kl_coef`. `update_critic` needs `values` and `returns`. A
+    ValueError names a field whose length does not match.
 
     Attributes:
         prompt_ids: Token ids of each prompt; none is empty.
         response_ids: Token ids exactly as generated, including EOS.
         old_logprobs: Per response token, the log-probability under the policy that generated it.
+        rollout_logprobs: Per response token, the log-probability in the rollout, for the first
+            update after the sampling. It takes its own log-probabilities as the old ones, without
+            a pass to compute them before, and reports how they differ from the rollout's.
         advantages: Per response token, or one number per sequence that applies to all its tokens.
         ref_logprobs: Per response token, the log-probability under the reference.
         weights: Per response token, a factor of its term in the policy's loss, without effect on
@@ -83,6 +86,7 @@ class SequenceBatch:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     old_logprobs: list[list[float]] | None = None
+    rollout_logprobs: list[list[float]] | None = None
     advantages: list[float] | list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
     weights: list[list[float]] | None = None

@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trainer_bridge.config import CorrectionConfig, Level
-
-Numbers = NDArray[np.float64]
+from trainer_bridge.training.batch import SequenceBatch
+from trainer_bridge.training.token_numbers import Numbers, PerToken, flat, log_ratios
 
 _LIMIT = 20.0  # of log-ratios: exp(20) is 5e8
 
@@ -127,6 +127,31 @@ def effective_sample_size(weights: Numbers) -> float:
     """
     squares = float(weights @ weights)
     return float(weights.sum()) ** 2 / (len(weights) * squares) if squares else 0.0
+
+
+def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict[str, float]:
+    """Return the divergence of the policy from the reference; nothing without a reference.
+
+    It is the mean of r - 1 - log(r) over all tokens, in nats, where r is the probability under the
+    reference divided by that under the policy. This is the estimator k3 of Schulman,
+    "Approximating KL Divergence" (2020).
+    """
+    if ref_logprobs is None:
+        return {}
+    ratios = log_ratios(logprobs, ref_logprobs)
+    return {"kl_to_reference": float(np.mean(k3(ratios)))}
+
+
+def figures_of_first_update(batch: SequenceBatch, own: PerToken) -> dict[str, float]:
+    """Return the figures of an update that computed the log-probabilities `own` of its batch.
+
+    The batch has `rollout_logprobs`. The weights behind `effective_sample_size` and the shares are
+    those of the default options; the update did not use them.
+    """
+    assert batch.rollout_logprobs is not None
+    lengths = list(map(len, own))
+    corrected = correct(flat(batch.rollout_logprobs), flat(own), lengths, CorrectionConfig())
+    return corrected.figures | reference_figures(own, batch.ref_logprobs)
 
 
 def _log_ratios(rollout: ArrayLike, trainer: ArrayLike) -> Numbers:

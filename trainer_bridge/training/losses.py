@@ -1,6 +1,7 @@
 """Passes of a model over a batch on all ranks: scores, and gradients of the losses."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -60,6 +61,31 @@ def micro_logprobs(
     return logprobs, entropy if entropy_grad else entropy.detach()
 
 
+@dataclass(frozen=True)
+class TokenValues:
+    """Values of the response tokens of a batch, from the micro batches of this rank."""
+
+    _rows: list[int] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)
+    _parts: list[Tensor] = field(default_factory=list)
+
+    def add(self, micro: MicroBatch, values: Tensor) -> None:
+        """Add the values [N] of a micro batch, which stay on the device."""
+        self._rows.extend(micro.rows)
+        self._counts.extend(micro.counts)
+        self._parts.append(values)
+
+    def gather(self, runtime: Runtime) -> list[list[float]]:
+        """Return the values of each sequence of the whole batch; a collective call."""
+        numbers = runtime.numbers(torch.cat(self._parts)) if self._parts else []
+        parts = zip(self._rows, self._counts, accumulate(self._counts), strict=True)
+        own = {row: numbers[end - count : end] for row, count, end in parts if row >= 0}
+        together = dict[int, list[float]]()
+        for share in all_gather_plain(own) if runtime.world > 1 else [own]:
+            together |= share
+        return [together[row] for row in range(len(together))]
+
+
 def score_tokens(
     model: nn.Module,
     batch: SequenceBatch,
@@ -75,21 +101,13 @@ def score_tokens(
     """
     check_tokens(batch, model.config)
     model.eval()
-    rows, counts, values = list[int](), list[int](), list[Tensor]()
+    values = TokenValues()
     with torch.no_grad():
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
-            rows += micro.rows
-            counts += micro.counts
-            values.append(score(micro))
-    # Read last, so that the host prepares a micro batch while the device scores the one before.
-    numbers = runtime.numbers(torch.cat(values)) if values else []
-    parts = zip(rows, counts, accumulate(counts), strict=True)
-    scored = {row: numbers[end - count : end] for row, count, end in parts if row >= 0}
+            values.add(micro, score(micro))
     reshard(model)
-    together = dict[int, list[float]]()
-    for share in all_gather_plain(scored) if runtime.world > 1 else [scored]:
-        together |= share
-    return [together[row] for row in range(len(batch))]
+    # Read last, so that the host prepares a micro batch while the device scores the one before.
+    return values.gather(runtime)
 
 
 def add_gradients(
@@ -119,9 +137,13 @@ def policy_gradient(
     batch: SequenceBatch,
     world: int,
     scale: float,
+    own: TokenValues,
     micro: MicroBatch,
 ) -> list[Tensor]:
     """Add `scale` times the gradient of a micro batch of `batch`, which `world` ranks share.
+
+    In a batch without `old_logprobs`, they are the policy's, without their gradient; `own` gets
+    them.
 
     The loss of a token is the term of `config.loss` (`policy_terms`), times its weight if the batch
     has weights, plus the KL divergence from the reference, minus the entropy. `token_factors` adds
@@ -130,7 +152,7 @@ def policy_gradient(
     Returns:
         Sums over the micro batch's tokens: loss, with its factors; tokens clipped at the low side
         and at the high side; the estimate r - 1 - log(r) of the KL divergence from the policy of
-        `old_logprobs`; entropy.
+        the old log-probabilities; entropy.
     """
     loss, coefficient = config.loss, config.router_aux_loss_coef
     real = micro.real if coefficient else None
@@ -138,7 +160,12 @@ def policy_gradient(
         logprobs, entropy = micro_logprobs(
             model, micro, batch.temperature, entropy_grad=loss.entropy_coef != 0
         )
-        log_ratio = logprobs - batch.of_tokens("old_logprobs", micro)
+        old = logprobs.detach()
+        if batch.old_logprobs is None:
+            own.add(micro, old)
+        else:
+            old = batch.of_tokens("old_logprobs", micro)
+        log_ratio = logprobs - old
         advantages = batch.of_tokens("advantages", micro)
         terms, low, high = policy_terms(loss, log_ratio, logprobs, advantages, micro)
         if batch.weights is not None:

@@ -64,6 +64,11 @@ def make_batch(
     )
 
 
+def as_sampled(batch: SequenceBatch) -> SequenceBatch:
+    """Return a batch whose old log-probabilities are those of a rollout instead."""
+    return dataclasses.replace(batch, old_logprobs=None, rollout_logprobs=batch.old_logprobs)
+
+
 def value_batch(count: int, seed: int = 0) -> SequenceBatch:
     """Build a batch with old values and returns, some of whose values clip."""
     batch = make_batch(count, seed)

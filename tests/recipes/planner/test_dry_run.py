@@ -44,6 +44,7 @@ MIXTURE |= {"moe_intermediate_size": 64, "head_dim": 32}
 TIED = FIELDS | {"model_type": "llama", "tie_word_embeddings": True}
 MODELS = {"dense": FIELDS, "hybrid": HYBRID, "latent": LATENT, "mixture": MIXTURE}
 BATCH = ("driver=ray", "trainer.micro_batch_size=4")  # Tests share the dry runs with these.
+SCORED = "correction.mode=decoupled"  # with a pass that computes log-probabilities
 MLP_AGAIN = "trainer.activation_checkpointing=mlp"
 
 
@@ -124,7 +125,7 @@ def test_moments_in_8_bits_take_the_bytes_of_the_formula(ranks: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_held_until_the_optimizer_step(model: str) -> None:
     """Compare an update, which holds all gradients, with a scoring pass, which holds none."""
-    stages = step(*BATCH, model=model)
+    stages = step(*BATCH, SCORED, model=model)
     params = stages["update_actor"]["tags"]["params"]
     table = 4 * FIELDS["vocab_size"] * FIELDS["hidden_size"]  # Scoring has logits of this size.
     assert torch_of(stages, "update_actor") - torch_of(stages, "compute_log_prob") > (
@@ -241,7 +242,7 @@ def test_mixture_in_fp32_is_planned_with_twice_the_bytes_of_bf16() -> None:
     """Compare scoring in fp32 and bf16; torch's meta shapes of grouped products need bf16."""
     held = [
         torch_of(
-            step(f"model.dtype={dtype}", "sampling.max_tokens=10", model="mixture"),
+            step(f"model.dtype={dtype}", "sampling.max_tokens=10", SCORED, model="mixture"),
             "compute_log_prob",
         )
         for dtype in ("float32", "bfloat16")
@@ -276,7 +277,7 @@ def test_tags_of_every_stage_equal_those_of_a_real_run(
     words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
     words += [f"cycle.overlap={overlap}"]
     if name == "tiny-ppo":
-        words += ["loss.reference_every=1", "trainer.optimizer=adamw_8bit"]
+        words += ["loss.reference_every=1", "loss.kl_in=loss", "trainer.optimizer=adamw_8bit"]
     folder = start_run(name, words, tmp_path / "run")
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
