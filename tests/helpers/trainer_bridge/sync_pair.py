@@ -33,6 +33,9 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         save_tiny(path, "qwen3", **TINY)
+        gc.collect()
+        # Exclude imported modules from later collections, which every memory check runs.
+        gc.freeze()
         self.engines = [Engine.from_pretrained(path, kv_tokens=64) for _ in range(2)]
         self.locks = [threading.Lock() for _ in self.engines]
         pieces = self.engines[0].manifest.slices
@@ -41,9 +44,6 @@ class Pair:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.trainers: list[TrainerRank] = []
         self._pairs = itertools.count()
-        gc.collect()
-        # Exclude imported modules from later collections, which every memory check runs.
-        gc.freeze()
 
     def _expected(self, seed: int) -> list[int]:
         model = copy.deepcopy(build_tiny("qwen3", **TINY))
@@ -99,7 +99,6 @@ class Pair:
         for trainer in self.trainers:  # left by a failed test
             trainer.kill()
         self.stop()
-        gc.unfreeze()
         for engine in self.engines:
             engine.saver.close()
 
