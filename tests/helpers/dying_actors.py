@@ -29,7 +29,7 @@ def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
                 return self.held.sync_weights(version)
 
         def nap(self) -> None:
-            time.sleep(2)
+            time.sleep(1)
 
     return Dying
 

@@ -339,7 +339,7 @@ def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: 
     before, work = OPERATIONS[name]
     draw = random.Random(name)
     durations = []
-    for _ in range(8):
+    for _ in range(5):
         world = World(device, tmp_path)
         before(world)
         started = time.perf_counter()
@@ -352,8 +352,8 @@ def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: 
     held = family_bytes(device)
     fds = settled_fds()
     hits = 0
-    for _ in range(rounds(60, 4000)):
-        if hits == rounds(25, 1000):
+    for _ in range(rounds(40, 4000)):
+        if hits == rounds(12, 1000):
             break
         world = World(device, tmp_path)
         before(world)

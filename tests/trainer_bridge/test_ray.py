@@ -129,9 +129,9 @@ def alias(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], devic
 
 
 def time_out(trainer: RemoteTrainer) -> None:
-    trainer.timeout = 0.5
+    trainer.timeout = 0.2
     with pytest.raises(
-        ActorTimeout, match=r"the trainer actor gave no answer for 0\.5 s in nap\(\)"
+        ActorTimeout, match=r"the trainer actor gave no answer for 0\.2 s in nap\(\)"
     ):
         trainer.call("nap")
     trainer.timeout = 600.0
@@ -156,6 +156,7 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
         cycle.to_rollout(6)
 
 
+@pytest.mark.extended  # the other side's death in a write is above, that of a rollout below
 def test_rollout_killed_during_write_fails_the_cycle_and_keeps_the_trainer(
     device: str, model_path: str, ray_cluster: RayCluster
 ) -> None:

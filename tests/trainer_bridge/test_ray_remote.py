@@ -121,9 +121,9 @@ def test_error_caused_by_another_rank_is_not_reported_as_cause(
 
 def test_silent_actor_is_named(group: RemoteGroup, tmp_path: Path) -> None:
     group.call("say", "both have started")
-    group.timeout = 1.0
+    group.timeout = 0.3
     with pytest.raises(
-        ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 1 s in wait\(\)"
+        ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 0\.3 s in wait\(\)"
     ):
         group.call("wait", str(tmp_path / "release"), None)
     (tmp_path / "release").touch()

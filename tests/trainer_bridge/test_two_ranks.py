@@ -225,7 +225,7 @@ def repeated(path: str) -> dict[str, Any]:
     return {"metrics": metrics, "learned": bits(trainer, True)}
 
 
-def in_8_bits(path: str, out: str) -> dict[str, Any]:
+def in_8_bits(rank: int, path: str, out: str) -> dict[str, Any]:
     """Resume with moments in 8 bits, and return them, as saved, with the boxes of this rank."""
     trainer, second = (Trainer(config(path, **EIGHT)) for _ in range(2))
     for seed in range(2):
@@ -330,7 +330,6 @@ def worker(rank: int, path: str, out: str) -> None:
     result["losses"] = losses(path, micro_batch_size=1)
     result["repeated"] = repeated(path)
     result["models"] = with_models(path, memsaver.MemorySaver())
-    result["in_8_bits"] = in_8_bits(f"{out}/in_8_bits_model", out)
     result["drawn"] = drawn(f"{out}/described")
     result["experts"] = []
     for number in range(len(EXPERTS)):
@@ -351,7 +350,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list
     path = write_model(out / "model", **UNEVEN)
     # Shards have 49 and 48 rows, so the padding token's row is the second rank's.
     describe(out / "described", pad=60, **UNEVEN)
-    write_model(out / "in_8_bits_model", **SHAPE)
     for number, (kind, changes) in enumerate(EXPERTS):
         write_model(out / f"experts{number}", kind, **changes)
     results(start_ranks(worker, 2, out / "store", path, str(out)))
@@ -429,15 +427,17 @@ def test_one_rank_resumes_a_checkpoint_of_two(
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["next"])
 
 
+@pytest.mark.extended  # each rank imports bitsandbytes, in a second
 def test_one_rank_resumes_moments_in_8_bits_of_two(
-    two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     """Allow the error of one more quantization where the halves of a parameter end in a block."""
-    _, out, results = two_ranks
-    alone = make_trainer(str(out / "in_8_bits_model"), **EIGHT)
-    alone.load_checkpoint(str(out / "in_8_bits"))
+    path = write_model(tmp_path / "model", **SHAPE)
+    ranks = results(start_ranks(in_8_bits, 2, tmp_path / "store", path, str(tmp_path)))
+    alone = make_trainer(path, **EIGHT)
+    alone.load_checkpoint(str(tmp_path / "in_8_bits"))
     for name, (values, scales) in moments(alone).items():
-        for box, saved in (result["in_8_bits"][name] for result in results):
+        for box, saved in (rank[name] for rank in ranks):
             at = tuple(slice(a, a + size) for a, size in zip(*box, strict=True))
             allowed = half_gap(name.rpartition(".")[2]) * scales[at]
             assert ((values[at] - saved).abs() <= allowed).all(), name

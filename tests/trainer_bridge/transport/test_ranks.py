@@ -150,7 +150,7 @@ def test_failed_rank_is_reported_to_all_ranks_without_a_timeout(tmp_path: Path) 
 
 def test_dead_rank_ends_the_sync_of_the_others(tmp_path: Path) -> None:
     broken = {"dies": (die, CASES["far"])}
-    ranks = start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 2.0, seconds=6.0)
+    ranks = start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 2.0, seconds=3.0)
     try:
         for rank in (0, 2):
             failures, _ = ranks[rank].hear(40)
