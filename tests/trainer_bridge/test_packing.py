@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.utils import _apply_to_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.case_selection import some
 from tests.helpers.models import MLA
 from tests.helpers.trainer_bridge.models import (
     make_batch,
@@ -40,11 +41,11 @@ from trainer_bridge.training.packing import (
 Make = Callable[..., Trainer]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"head_dim": 8}),
+    ("granite", {"logits_scaling": 3.0}),  # scales logits
+    ("deepseek_v3", MLA | {"head_dim": 8}),  # values narrower than keys
     ("qwen3", {}),
     ("llama", {"tie_word_embeddings": False}),
     ("mistral", {"sliding_window": None}),
-    ("granite", {"logits_scaling": 3.0}),  # scales logits
-    ("deepseek_v3", MLA | {"head_dim": 8}),  # values narrower than keys
 ]
 
 
@@ -160,7 +161,7 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+@pytest.mark.parametrize(("family", "changes"), some(*FAMILIES[:3], whole=FAMILIES[3:]))
 def test_packed_scores_and_gradients_match_padded(
     family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
 ) -> None:

@@ -30,7 +30,7 @@ from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
 SLACK_FDS = 2  # for the test runner; a leak would add one per round
-KILL_PATIENCE = 0.6  # seconds that the survivor waits at least in every round
+KILL_PATIENCE = 0.4  # seconds that the survivor waits at least in every round
 
 
 @pytest.fixture(scope="module")

@@ -277,7 +277,7 @@ class World:
 
 
 @pytest.mark.soak
-@settings(max_examples=rounds(15, 500))
+@settings(max_examples=rounds(9, 500))
 @given(st.data())
 def test_syncs_write_all_slices_and_a_fault_fails_on_all_ranks(data: st.DataObject) -> None:
     layout = data.draw(layouts())
