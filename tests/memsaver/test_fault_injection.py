@@ -22,7 +22,14 @@ import memsaver
 from memsaver import LeaseCache, MemorySaver
 from memsaver.sharing.client import peer_backend
 from tests.helpers.case_selection import rounds
-from tests.helpers.memory import counted, family_bytes, own_fds, process_bytes, settled_fds
+from tests.helpers.memory import (
+    counted,
+    family_bytes,
+    open_fds,
+    own_fds,
+    process_bytes,
+    settled_fds,
+)
 from tests.helpers.memsaver.savers import connections, driver_calls, every_call, until
 from tests.helpers.timed_interrupts import interrupted
 
@@ -363,5 +370,6 @@ def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: 
         world.end()
     assert hits >= rounds(5, 1000)
     del world
-    until(lambda: settled_fds() <= fds + 2)
+    gc.collect()
+    until(lambda: open_fds() <= fds + 2)
     assert max(0, family_bytes(device) - held) == counted(0, device)
