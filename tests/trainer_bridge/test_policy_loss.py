@@ -393,7 +393,7 @@ def test_expectations_of_kl_estimates_are_the_divergence_or_its_gradient() -> No
     assert (k2 >= 0).all() and (k3 >= 0).all()
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 64])
+@pytest.mark.parametrize("micro_batch_size", some(2, whole=[64]))
 def test_update_that_scores_itself_has_the_bits_of_one_after_a_scoring_pass(
     micro_batch_size: int, model_path: str, make_trainer: Callable[..., Trainer]
 ) -> None:
