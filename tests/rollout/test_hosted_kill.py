@@ -45,6 +45,8 @@ def frozen() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # the imported objects again
 
 
 @pytest.fixture(scope="module")
