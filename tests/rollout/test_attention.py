@@ -98,29 +98,32 @@ def plain(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-LONG = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64], 3
+LONG = [1, 1, 1, 70, 5, 1, 33, 64], [400, 16, 1, 120, 33, 9, 33, 64], 3
 CASES: list[tuple[Any, ...]] = some(
     # chunks with a prefix, one of a single token
-    ((9, 3), (64, 64), [1, 1, 5, 1], [300, 3, 33, 9], 2),
+    ((9, 3), (64, 64), [1, 1, 5, 1], [150, 3, 33, 9], 2),
     ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim not a power of two
     ((2, 2), (32, 16), [1, 20, 3], [2, 90, 3], 1),  # values narrower than keys
     ((2, 1), (16, 16), [1] * 4, [1, 255, 256, 257], 4),  # one split, two splits
-    ((2, 1), (16, 16), [1] * 2, [16 * 256, 16 * 256 + 1], 2),  # 16 splits, then fewer, longer ones
+    ((2, 1), (16, 16), [1], [16 * 256 + 1], 1),  # 16 splits of more than 256
     # chunks that start and end at a block's edge
     ((2, 1), (16, 16), [32, 64, 33, 65, 1], [32, 64, 161, 128, 64], 0),
-    whole=[((4, 2), (16, 16), [1, 1, 1], [1, 17, 40], 3), ((4, 4), (16, 16), [7], [7], 0)],
+    whole=[
+        ((2, 1), (16, 16), [1], [16 * 256], 1),
+        ((4, 2), (16, 16), [1, 1, 1], [1, 17, 40], 3),
+        ((4, 4), (16, 16), [7], [7], 0),
+    ],
 )
 LATENT = some(
     ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
     # two blocks of heads, a width that is not a power of two
-    ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 600, 20], 3),
+    ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 300, 20], 3),
     ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
     whole=[((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2)],  # widths of DeepSeek
 )
 WINDOWS = some(
     (1, True),
-    (16, False),
-    (33, True),
+    (33, False),
     (300, True),
     whole=list(product([1, 7, 16, 33, 100, 300], [False, True])),
 )
@@ -216,7 +219,7 @@ def test_decode_buckets_have_only_tokens_inside_the_window() -> None:
 
 def test_bf16_attention_rounds_only_its_output(impl: str, device: str) -> None:
     # The interpreter truncates. Tensor cores round the weights too. Sums are never bf16.
-    made = make_case((4, 2), (16, 16), [1, 1, 6, 90], [20, 700, 30, 200], 2, device)
+    made = make_case((4, 2), (16, 16), [1, 1, 6, 90], [20, 300, 30, 120], 2, device)
     q, k, v = made.q.bfloat16(), made.k.bfloat16(), made.v.bfloat16()
     exact = paged_attention(
         q.float(), k.float(), v.float(), plan_attention(made.shape, made.table, "torch"), 0.25
@@ -229,7 +232,7 @@ def test_bf16_attention_rounds_only_its_output(impl: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", some(torch.bfloat16, whole=[torch.float32]))
 def test_request_has_same_bits_alone_and_in_batch(dtype: torch.dtype, triton_device: str) -> None:
-    made = make_case((2, 1), (16, 16), [1, 1, 1, 3, 40], [300, 10, 1100, 70, 100], 3, triton_device)
+    made = make_case((2, 1), (16, 16), [1, 1, 1, 3, 40], [300, 10, 520, 70, 60], 3, triton_device)
     q, k, v = made.q.to(dtype), made.k.to(dtype), made.v.to(dtype)
     together = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), 0.25)
     first = 0

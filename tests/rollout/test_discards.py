@@ -138,7 +138,7 @@ def test_engine_answers_as_before_or_refuses_after_any_operation_on_its_saver(
             due.pop()
             meddle()
 
-    for _ in range(rounds(25, 2000)):
+    for _ in range(rounds(15, 2000)):
         due = list[int]()
         move = rng.randrange(5)
         if move == 0:
@@ -269,8 +269,12 @@ class Stepping(FusedEngine):
             self.meanwhile()
 
 
-def hosted(folder: Path, device: str) -> VllmRollout:
-    path = random_directory(folder / "model", "qwen3")
+@pytest.fixture(scope="module")
+def hosted_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return random_directory(tmp_path_factory.mktemp("hosted"), "qwen3")
+
+
+def hosted(path: str, device: str) -> VllmRollout:
     engine = Stepping(AutoConfig.from_pretrained(path), device, **KINDS["qwen3"])
     rollout = VllmRollout(engine, path)  # type: ignore[arg-type]
     rollout.store.define(0)
@@ -281,9 +285,9 @@ def hosted(folder: Path, device: str) -> VllmRollout:
 @pytest.mark.parametrize("tag", [WEIGHTS, KV_CACHE])
 @pytest.mark.parametrize("how", MEDDLING)
 def test_hosted_engine_forgets_or_refuses_discarded_content(
-    how: str, tag: str, middle: bool, tmp_path: Path, device: str
+    how: str, tag: str, middle: bool, hosted_path: str, device: str
 ) -> None:
-    rollout = hosted(tmp_path, device)
+    rollout = hosted(hosted_path, device)
     engine: Any = rollout.engine
     written, params = engine.model.tensors(), SamplingParams(max_tokens=1)
     engine.kv_cache.fill_(5)
@@ -322,16 +326,17 @@ def test_hosted_engine_forgets_or_refuses_discarded_content(
     rollout.saver.close()
 
 
-def test_buffers_that_start_at_one_address_all_survive_a_sleep(tmp_path: Path, device: str) -> None:
-    path = random_directory(tmp_path / "model", "qwen3")
-    engine = FusedEngine(AutoConfig.from_pretrained(path), device, **KINDS["qwen3"])
+def test_buffers_that_start_at_one_address_all_survive_a_sleep(
+    hosted_path: str, device: str
+) -> None:
+    engine = FusedEngine(AutoConfig.from_pretrained(hosted_path), device, **KINDS["qwen3"])
     table = engine.saver.empty((4, 6), torch.float32, tag=WEIGHTS)
     table.copy_(torch.arange(24.0).view(4, 6))
     engine.model.register_buffer("table", table)
     engine.model.register_buffer("first_rows", table[:2])
     engine.model.register_buffer("columns", table.t()[:3])
     engine.model.register_buffer("repeated", table[0, :1].expand(9))
-    rollout = VllmRollout(engine, path)  # type: ignore[arg-type]
+    rollout = VllmRollout(engine, hosted_path)  # type: ignore[arg-type]
     rollout.sleep(2)
     rollout.wake_up()
     assert torch.equal(table.cpu(), torch.arange(24.0).view(4, 6))

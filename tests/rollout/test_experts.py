@@ -11,7 +11,6 @@ from memsaver.system.devices import Impl
 from rollout.ops.experts import Routing, mix_experts
 from rollout.weights.params import held
 from tests.helpers.case_selection import some
-from tests.helpers.triton_compiler import compile_alone
 
 # Triton's interpreter
 pytestmark = [
@@ -21,7 +20,7 @@ pytestmark = [
 # tokens, experts, top_k, hidden, inner
 LARGE = [(37, 64, 8, 33, 20), (70, 8, 2, 40, 45), (260, 4, 4, 64, 32), (19, 130, 8, 96, 64)]
 LARGE += [(2000, 16, 2, 128, 96)]
-SHAPES = some((1, 1, 1, 16, 16), (3, 64, 4, 33, 9), (20, 5, 3, 48, 20), whole=LARGE)
+SHAPES = some((1, 1, 1, 16, 16), (2, 64, 3, 33, 9), (20, 5, 3, 48, 20), whole=LARGE)
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -52,7 +51,7 @@ def test_kernels_equal_reference(
     # 2**-7 of its argument, are less than 2**-4 of the result, or of 1 if terms cancel. fp16 has
     # three bits more.
     most = {torch.float32: 1e-5, torch.bfloat16: 2**-4, torch.float16: 2**-7}[dtype]
-    for wide in (weights, weights.to(dtype)):
+    for wide in {torch.float32: weights, dtype: weights.to(dtype)}.values():
         out = mix_experts(x, ids, wide, gate_up, down, "triton")
         expected = mix_experts(x, ids, wide, gate_up, down, "torch")
         assert out.dtype == expected.dtype == dtype and out.is_contiguous()
@@ -101,7 +100,7 @@ def test_experts_without_tokens_are_not_read(impl: str, chosen: list[int], devic
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize(("tokens", "parts"), some((20, 1), (6, 6), whole=[(20, 2), (1500, 3)]))
+@pytest.mark.parametrize(("tokens", "parts"), some((20, 1), (2, 6), whole=[(20, 2), (1500, 3)]))
 def test_partial_sums_of_expert_parallel_ranks_add_up(
     tokens: int, parts: int, impl: Impl, device: str
 ) -> None:
@@ -134,7 +133,7 @@ def undefined_is_nan() -> Iterator[None]:
 
 
 def test_token_has_same_bits_in_every_batch_and_at_every_position(device: str) -> None:
-    x, ids, weights, gate_up, down = draw(24, 5, 3, 40, 24, device)
+    x, ids, weights, gate_up, down = draw(12, 5, 3, 40, 24, device)
     if device == "cpu":
         # NumPy's products in the interpreter depend on the position of a row. With these inputs
         # they are exact, and only the sum over a token's experts is rounded.
@@ -142,7 +141,7 @@ def test_token_has_same_bits_in_every_batch_and_at_every_position(device: str) -
         down = down.argmax(2, keepdim=True) == torch.arange(24)
         down = down.float()
     whole = mix_experts(x, ids, weights, gate_up, down, "triton")
-    for rows in ([7], list(range(10, 24)), list(reversed(range(24)))):
+    for rows in ([7], list(range(4, 12)), list(reversed(range(12)))):
         part = mix_experts(x[rows], ids[rows], weights[rows], gate_up, down, "triton")
         assert torch.equal(part, whole[rows])
 
@@ -154,35 +153,3 @@ def test_routing_selects_most_likely_experts_and_weights_them_by_probability(dev
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
     _, normalised = Routing(top_k=2, normalise=True).choose(logits)
     torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))
-
-
-def test_sorting_and_sum_kernels_compile() -> None:
-    # The interpreter accepts code that the compiler rejects, such as a loop that changes the type
-    # of a variable.
-    assert compile_alone(COMPILE).split() == ["_count", "_place", "_place", "_sum", "_sum"]
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from rollout.ops import experts as kernels
-
-sizes = dict(CHUNK=32, ROWS=32, EXPERTS=32)
-place = sizes | dict(BLOCK_M=16, BLOCKS=8)
-sums = dict(TOP_K=2, BLOCK=64)
-for kernel, constants in (
-    (kernels._count, sizes),
-    (kernels._place, place | dict(FEW=0)),
-    (kernels._place, place | dict(FEW=256)),
-    (kernels._sum, sums | dict(ALL=True)),
-    (kernels._sum, sums | dict(ALL=False)),
-):
-    types = dict(ids="*i64", products="*bf16", weights="*fp32", out="*bf16")
-    types |= dict.fromkeys(("counts", "order", "blocks"), "*i32")
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    print(kernel.fn.__name__)
-"""

@@ -37,7 +37,7 @@ from kvcache.ops import rotary
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import row_wise as fused, sampling
+from rollout.ops import experts, row_wise as fused, sampling
 from rollout.ops import attention_kernels as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
@@ -108,6 +108,21 @@ for kernel, constants in FUSED:
         sampler = kernel.__module__ == "rollout.ops.sampling"
         options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
+
+SIZES = dict(CHUNK=32, ROWS=32, EXPERTS=32)
+PLACE = SIZES | dict(BLOCK_M=16, BLOCKS=8)
+SUMS = dict(TOP_K=2, BLOCK=64)
+for kernel, constants in (
+    (experts._count, SIZES),
+    (experts._place, PLACE | dict(FEW=0)),
+    (experts._place, PLACE | dict(FEW=256)),
+    (experts._sum, SUMS | dict(ALL=True)),
+    (experts._sum, SUMS | dict(ALL=False)),
+):
+    types = dict(ids="*i64", products="*bf16", weights="*fp32", out="*bf16")
+    types |= dict.fromkeys(("counts", "order", "blocks"), "*i32")
+    compiled(kernel, constants, types, None)
+    print("experts", kernel.fn.__name__)
 """
 
 
@@ -136,3 +151,10 @@ def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -
 def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
     shared = [int(line[2]) for line in printed if line[0] == "fused"]
     assert len(shared) == 10 * len(DTYPES) and max(shared) < 48 * 1024
+
+
+def test_sorting_and_sum_kernels_compile(printed: list[list[str]]) -> None:
+    # The interpreter accepts code that the compiler rejects, such as a loop that changes the type
+    # of a variable.
+    kernels = [line[1] for line in printed if line[0] == "experts"]
+    assert kernels == ["_count", "_place", "_place", "_sum", "_sum"]

@@ -5,8 +5,10 @@ The survivor refuses and names the reason, and no memory of the dead process sta
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -34,6 +36,17 @@ REASONS |= {"wake_weights": "sleep(level=2)", "sleep": "paused: weights, kv_cach
 # The trainer is killed at every second moment, and the engine at the others.
 HALF = ("wake_weights", "write", "commit_update", "sleep")
 OTHERS = [moment for moment in STAGES if moment not in HALF]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Exclude the objects of earlier tests from the collections of `memfd_bytes`."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # the imported objects again
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
 from rollout import Completion, Engine
+from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import (
     GREEDY,
     STATES_GAP,
@@ -31,12 +31,6 @@ from tests.helpers.rollout.tiers import PAGE, conversations, make
 LAYER_TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": LAYER_TYPES}
 DECODED = GREEDY.max_tokens - 1
-Hybrid = tuple[Path, PreTrainedModel]
-
-
-@pytest.fixture(params=[{}, SHAPE], ids=["two", "four"])
-def hybrid(saved: Saved, request: pytest.FixtureRequest) -> Hybrid:
-    return saved("qwen3_next", **request.param)
 
 
 @pytest.fixture
@@ -48,15 +42,23 @@ def same(actual: list[Completion], expected: list[Completion]) -> None:
     assert_same(actual, expected, STATES_GAP)
 
 
-@pytest.mark.parametrize(("chunk", "states"), [(512, 16), (24, 2), (7, 3)])
+@pytest.mark.parametrize(
+    ("shape", "chunk", "states"),
+    some(
+        ({}, 512, 16),
+        (SHAPE, 24, 2),
+        ({}, 7, 3),
+        whole=[(SHAPE, 512, 16), ({}, 24, 2), (SHAPE, 7, 3)],
+    ),
+)
 def test_answers_with_and_without_prefix_cache_are_equal(
-    hybrid: Hybrid, chunk: int, states: int, device: str
+    saved: Saved, shape: dict[str, Any], chunk: int, states: int, device: str
 ) -> None:
     """Repeat prompts in batches and alone, also when only a few of them can have states.
 
     All unused slots and states are filled with NaN.
     """
-    path, model = hybrid
+    path, model = saved("qwen3_next", **shape)
     fields = {"max_prefill_tokens": chunk, "device": device}
     plain = make(path, prefix_cache=False, **fields)
     engine = make(path, prefix_states=states, **fields)
@@ -64,7 +66,7 @@ def test_answers_with_and_without_prefix_cache_are_equal(
     expected = run(plain, prompts)
     check(model, prompts, [[answer] for answer in expected])
     assert plain.config.state_slots == 64 == engine.config.state_slots - states
-    for _ in range(3):
+    for _ in range(2):
         poison(engine)
         same(run(engine, prompts), expected)
         assert 0 < len(kept_states(engine)) <= states
@@ -123,7 +125,7 @@ def nap(engine: Engine, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("event", "kept"), [(change_nothing, True), (load, False), (nap, False)])
-@pytest.mark.parametrize("at", [1, 2, 4, 6])
+@pytest.mark.parametrize("at", some(1, 3, 6, whole=[2, 4]))
 def test_answers_stay_the_same_when_the_cache_is_lost_under_requests(
     tiny_path: Path, event: Callable[[Engine, Path], None], kept: bool, at: int
 ) -> None:
@@ -163,7 +165,7 @@ def test_random_workload_is_answered_with_the_current_weights(saved: Saved, devi
     for seed in range(3):
         path, model = saved("qwen3_next", seed=seed)
         engine.load(path)
-        for _ in range(3):
+        for _ in range(2):
             prompts, params = random_groups(rng, roots)
             check(model, prompts, engine.generate(prompts, params, on_progress=look))
             if rng.random() < 0.3:

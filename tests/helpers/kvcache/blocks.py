@@ -1,6 +1,7 @@
 """Small pools with block tables, written and read through the request table."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -68,24 +69,28 @@ class Blocks:
             k = rows.expand(-1, *k_like.shape[1:])
             self.pool.set_kv_buffer(layer, loc, k, -rows.expand(-1, *v_like.shape[1:]))
 
-    def read(self, handle: ReqHandle, first: Sequence[int] = (0, 0)) -> list[list[float]]:
-        """Read a sequence's numbers in each layer from position `first[layer]` on.
+    def read(
+        self, handles: Sequence[ReqHandle], firsts: Sequence[Sequence[int]]
+    ) -> list[list[list[float]]]:
+        """Read the numbers of sequences as [layer][sequence].
 
-        Fail unless keys and values agree.
+        Sequence i is read from position `firsts[i][layer]` on. Fail unless keys and values agree.
         """
-        by_layer = []
+        by_layer: list[list[list[float]]] = []
         for layer in range(2):
-            slots = self.table.req_to_token[
-                handle.row, first[layer] : self.manager.seq_len(handle)
-            ].long()
-            k, v = self.pool.get_rows(layer, slots)
+            parts = [
+                self.table.req_to_token[handle.row, first[layer] : self.manager.seq_len(handle)]
+                for handle, first in zip(handles, firsts, strict=True)
+            ]
+            k, v = self.pool.get_rows(layer, torch.cat(parts).long())
             assert torch.equal(k, k[:, :1, :1].expand_as(k)) and torch.equal(v, -k)
-            by_layer.append((k[:, 0, 0] - layer / 4).tolist())
+            numbers = iter((k[:, 0, 0] - layer / 4).tolist())
+            by_layer.append([list(islice(numbers, len(part))) for part in parts])
         return by_layer
 
     def values(self, handle: ReqHandle) -> list[float]:
         """Read a sequence's numbers, which must be the same in both layers."""
-        first, second = self.read(handle)
+        [first], [second] = self.read([handle], [(0, 0)])
         assert first == second
         return first
 

@@ -51,8 +51,14 @@ class Split:
 
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
     """Run all topologies; return this rank's results, None where it had no part."""
-    groups = [_groups(split) for split in splits]
-    return [_take_part(rank, split, *groups[i], f"{sockets}/{i}") for i, split in enumerate(splits)]
+    groups: dict[tuple[int, int], Any] = {}  # of each pair of sizes; creating groups takes long
+    for split in splits:
+        if (split.prefill, split.decode) not in groups:
+            groups[split.prefill, split.decode] = _groups(split)
+    return [
+        _take_part(rank, split, *groups[split.prefill, split.decode], f"{sockets}/{i}")
+        for i, split in enumerate(splits)
+    ]
 
 
 def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backend: str) -> Any:

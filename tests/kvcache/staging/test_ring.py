@@ -70,7 +70,7 @@ class Transfers:
 
 
 @pytest.mark.soak
-@settings(max_examples=rounds(300, 20_000))
+@settings(max_examples=rounds(200, 20_000))
 @given(
     size=st.integers(1, 64),
     alignment=st.sampled_from([1, 4, 16]),

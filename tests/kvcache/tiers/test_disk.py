@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -125,7 +124,6 @@ def test_next_process_keeps_pages_in_order_of_use(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="held by another disk tier"):
         tier(tmp_path)
     del disk  # has the same effect as `close`
-    gc.collect()
     disk = tier(tmp_path, pages=2)
     assert stored(disk, 0, 1, 2) == [False, True, True] and disk.nbytes == 2 * FILE
 

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -90,27 +89,31 @@ class Engine:
     def on_disk(self) -> int:
         return 0 if self.disk is None else len(self.disk)
 
-    def rows(self, pages: Any, tokens: list[int], first: int) -> Iterator[tuple[list[int], int]]:
-        """Yield the tokens up to each slot, and the slot, for pages from number `first` on."""
-        for number, page in enumerate(pages.tolist(), first):
-            yield from ((tokens[: number * PS + at + 1], page * PS + at) for at in range(PS))
+    def rows(
+        self, version: int, salt: str | None, tokens: list[int], pages: Any, first: int, layer: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """Return the slots of pages from number `first` on, and the numbers of their tokens."""
+        slots = [page * PS + at for page in pages.tolist() for at in range(PS)]
+        ends = range(first * PS + 1, first * PS + len(slots) + 1)
+        numbers = [value(version, salt, tokens[:end], layer) for end in ends]
+        return slots, torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
 
     def write(
         self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int
     ) -> None:
-        for prefix, slot in self.rows(pages, tokens, first):
+        for layer in range(2):
+            slots, numbers = self.rows(version, salt, tokens, pages, first, layer)
             for part in self.pool.stored.values():
-                for layer in range(2):
-                    part[layer, slot] = value(version, salt, prefix, layer)
+                part[layer, slots] = numbers.expand_as(part[layer, slots]).to(part.device)
 
     def check(self, match: TieredMatch, tokens: list[int], salt: str | None) -> None:
         assert match.length == len(match.pages) * PS <= len(tokens) and match.loaded <= match.length
         for layer in range(2):
             match.transfer.wait(layer)
-            for prefix, slot in self.rows(match.pages, tokens, 0):
-                expected = value(self.cache.version, salt, prefix, layer)
-                for part in self.pool.stored.values():
-                    assert bool((part[layer, slot] == expected).all()), "a stale or foreign slot"
+            version = self.cache.version
+            slots, numbers = self.rows(version, salt, tokens, match.pages, 0, layer)
+            for part in self.pool.stored.values():
+                assert bool((part[layer, slots].cpu() == numbers).all()), "a stale or foreign slot"
 
     def fill_device(self, *seeds: int) -> None:
         """Run requests that need all device pages, one after another."""

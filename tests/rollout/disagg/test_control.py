@@ -30,8 +30,10 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
-def listen(address: str, count: int = 1, key: bytes = KEY, seconds: float = 60.0) -> RankPeers:
-    return RankPeers("prefill", HELLO, key, 2.0, seconds, listen=(address, count))
+def listen(
+    address: str, count: int = 1, key: bytes = KEY, seconds: float = 60.0, timeout: float = 2.0
+) -> RankPeers:
+    return RankPeers("prefill", HELLO, key, timeout, seconds, listen=(address, count))
 
 
 def dial(
@@ -104,13 +106,13 @@ def test_connect_times_out_without_peer_or_matching_key_or_greeting(address: str
         with pytest.raises(TimeoutError, match="met 0 of 1 .* start all, with the same key"):
             meet()
 
-    refused(lambda: dial(address, seconds=0.3))
+    refused(lambda: dial(address, seconds=0.2))
     at_once(
-        lambda: refused(lambda: listen(address, seconds=1.5)),
-        lambda: refused(lambda: dial(address, key=b"another", seconds=0.8)),
+        lambda: refused(lambda: listen(address, seconds=0.9)),
+        lambda: refused(lambda: dial(address, key=b"another", seconds=0.5)),
     )
     silent = Far(address, KEY, None)
-    refused(lambda: listen(address, seconds=0.3))
+    refused(lambda: listen(address, seconds=0.2))
     silent.close()
 
 
@@ -156,8 +158,9 @@ def test_peer_that_sends_invalid_message_is_lost(pair: tuple[RankPeers, Far]) ->
     far.close()
 
 
-def test_peer_that_reads_nothing_is_lost_after_timeout(pair: tuple[RankPeers, Far]) -> None:
-    peers, far = pair
+def test_peer_that_reads_nothing_is_lost_after_timeout(address: str) -> None:
+    far = Far(address, KEY, HELLO)
+    peers = listen(address, timeout=0.7)
     started = time.monotonic()
     while peers.lost is None:
         peers.send(0, Refused(number=0, reason="x" * 10_000))

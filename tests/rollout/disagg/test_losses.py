@@ -113,7 +113,7 @@ def lose(rank: int, path: str, sockets: str) -> Any:
         return prefill(splits[nth], addresses(sockets, nth), list(CASES.values())[nth].how)
     reports = []
     for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
-        patience = 3 if nth == list(CASES).index("silent") else 60
+        patience = 2 if nth == list(CASES).index("silent") else 60
         reports.append(
             generate(
                 split, group, f"ipc://{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience
@@ -168,7 +168,7 @@ def expected(path: str) -> Any:
     [
         ("mapped", range(5), "the prefill engine is lost: prefill rank 0 is "),
         ("gloo", range(5), "the prefill engine is lost: prefill rank 0 is "),
-        ("silent", range(6), "rank sent nothing for 3 s|reported by another rank"),
+        ("silent", range(6), "rank sent nothing for 2 s|reported by another rank"),
         ("newer", [0], "^the prefill engine has weights 1, this one 0$"),
         (
             "small",
@@ -268,7 +268,7 @@ def test_refusal_is_sent_in_order_of_requests(path: str, address: str) -> None:
         heard.extend(theirs.recv() for _ in (engine, *prompts))
         theirs.send(Closed())
 
-    timer = threading.Timer(0.5, decode)  # after some turns without anything to send
+    timer = threading.Timer(0.2, decode)  # after some turns without anything to send
     timer.start()
     engine.serve()
     timer.join()

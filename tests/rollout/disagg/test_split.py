@@ -22,10 +22,10 @@ SAMPLED = SamplingParams(max_tokens=6, temperature=1.3, top_p=0.95, n=3, seed=5)
 LENGTHS = (1, 15, 16, 17, 33, 40, 64, 70)
 REQUESTS, TIGHTLY = rounds(60, 200), rounds(14, 30)
 TOPOLOGIES = some(
-    (4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)]
+    (4, 2, True), (2, 4, False), whole=[(4, 2, False), (2, 4, True), (1, 2, True), (1, 2, False)]
 )
 BURST, TIGHT, SEARCH, MEDDLED = range(len(TOPOLOGIES), len(TOPOLOGIES) + 4)
-LONG = SamplingParams(max_tokens=40, temperature=0)
+LONG = SamplingParams(max_tokens=24, temperature=0)
 BEAMS = SamplingParams(max_tokens=8, beam_width=4, n=3)
 SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_tokens": 48}
 

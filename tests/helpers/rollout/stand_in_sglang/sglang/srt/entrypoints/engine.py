@@ -1,5 +1,4 @@
 import asyncio
-import multiprocessing
 import signal
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import Socket
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins import load_plugins
+from tests.helpers.peers import server
 
 
 class Engine:
@@ -16,10 +16,9 @@ class Engine:
     def __init__(self, **kwargs: Any) -> None:
         load_plugins()
         signal.signal(signal.SIGQUIT, kwargs.get("custom_sigquit_handler", signal.SIG_DFL))
-        context = multiprocessing.get_context("spawn")
-        rpc, theirs = context.Pipe()
-        self.requests, others = context.Pipe()
-        self.process = context.Process(
+        rpc, theirs = server.Pipe()
+        self.requests, others = server.Pipe()
+        self.process = server.Process(
             target=self.run_scheduler_process_func,
             args=(SimpleNamespace(**kwargs), theirs, others),
             daemon=True,

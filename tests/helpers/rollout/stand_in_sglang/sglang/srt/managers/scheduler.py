@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -68,7 +69,9 @@ def run_scheduler_process(server_args: Any, rpc: Connection, requests: Connectio
     try:
         scheduler = Scheduler(server_args)
     except Exception:
-        os.kill(os.getppid(), signal.SIGQUIT)
+        parent = multiprocessing.parent_process()
+        assert parent is not None and parent.pid is not None
+        os.kill(parent.pid, signal.SIGQUIT)
         raise
     requests.send("ready")
     from multiprocessing.connection import wait

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 
@@ -5,4 +6,5 @@ import signal
 def kill_process_tree(
     parent_pid: int, include_parent: bool = True, wait_timeout: float | None = None
 ) -> None:
-    os.kill(parent_pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(parent_pid, signal.SIGKILL)
