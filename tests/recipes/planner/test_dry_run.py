@@ -267,7 +267,7 @@ def test_planning_in_a_process_with_a_group_is_refused_and_keeps_the_group() -> 
     [("tiny", "[]", ""), ("tiny-ppo", "[params,optim]", "compute_ref_log_prob")],
 )
 def test_tags_of_every_stage_equal_those_of_a_real_run(
-    name: str, overlap: str, begin: str, tmp_path: Path
+    name: str, overlap: str, begin: str, tmp_path: Path, no_pictures: None
 ) -> None:
     """Compare with a CPU run, whose pages are smaller than the planned ones.
 
