@@ -138,13 +138,13 @@ def test_gradients_are_held_until_the_optimizer_step(model: str) -> None:
     some(
         (["cluster.n_gpus_per_node=4"], ["cluster.n_gpus_per_node=2"], "mixture"),
         ([], ["trainer.micro_batch_size=8"], "dense"),
-        ([], ["sampling.max_tokens=400"], "hybrid"),
+        ([], ["sampling.max_tokens=400"], "dense"),
         (["trainer.activation_checkpointing=layers"], [MLP_AGAIN], "dense"),
         ([MLP_AGAIN], ["trainer.activation_checkpointing=none"], "dense"),
         (["lora.rank=8"], [], "dense"),
         whole=[
             (["cluster.n_gpus_per_node=8"], ["cluster.n_gpus_per_node=4"], "dense"),
-            ([], ["sampling.max_tokens=400"], "dense"),
+            ([], ["sampling.max_tokens=400"], "hybrid"),
             ([], ["sampling.max_tokens=400"], "latent"),
         ],
     ),
