@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ FOREIGN_NAMES = {"_local_tensor"}  # of torch's DTensor
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
 
 Rule = Callable[[str, ast.AST], Iterator[str]]
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes_are_released() -> Iterator[None]:
+    """Release the million nodes, which slow the garbage collections of other tests down."""
+    yield
+    nodes.cache_clear()
 
 
 def imports(node: ast.AST) -> list[str]:
@@ -131,7 +145,7 @@ def test_every_file_keeps_the_rule(folders: list[str], rule: Rule) -> None:
     broken = []
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         file = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             broken += [
                 f"{file}:{getattr(node, 'lineno', 0)} {problem}" for problem in rule(file, node)
             ]
@@ -140,13 +154,11 @@ def test_every_file_keeps_the_rule(folders: list[str], rule: Rule) -> None:
 
 def file_imports(package: str) -> dict[str, set[str]]:
     """Map each module of a package to the package's modules that it imports, even lazily."""
-    trees = {
-        module_of(path): ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py")
-    }
-    graph: dict[str, set[str]] = {module: set() for module in trees}
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
-            graph[module].update(modules_named(node, trees))
+    files = {module_of(path): path for path in (ROOT / package).rglob("*.py")}
+    graph: dict[str, set[str]] = {module: set() for module in files}
+    for module, path in files.items():
+        for node in nodes(path):
+            graph[module].update(modules_named(node, files))
         graph[module].discard(module)
     return graph
 
@@ -195,7 +207,7 @@ def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for package in CHAIN:
         for file in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes(file):
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(
                         f"{file.relative_to(ROOT)}:{node.lineno}"

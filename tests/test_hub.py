@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
 from rollout.model import resolve_model
 from tests.helpers.trainer_bridge.models import write_model
 
-ROOT = Path(__file__).parents[1]
 COMMIT = "5" * 40
 GATED, LAST = "org/gated", "/last"
 BOTH_SIDES = """
+import torch.distributed
 from rollout import Engine, SamplingParams
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 
@@ -30,6 +29,7 @@ engine = Engine.from_pretrained("org/tiny", kv_tokens=64)
 batch = SequenceBatch(prompt_ids=[[1, 2, 3]], response_ids=[list(answer.token_ids)])
 (scores,) = Trainer(TrainerConfig(model_path="org/tiny")).compute_log_prob(batch)
 assert all(abs(a - b) < 1e-4 for a, b in zip(scores, answer.logprobs, strict=True))
+torch.distributed.destroy_process_group()
 """
 RECIPE = f"""
 import urllib.request
@@ -72,13 +72,22 @@ class Hub:
             server.server_close()
 
     def run(self, code: str, cache: Path) -> list[str]:
-        """Run Python with this Hub instead of the real one; return memsaver's error lines."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        kept |= {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": self._address, "HF_HOME": str(cache)}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, env=kept, cwd=cache)
-        assert done.returncode == 0, done.stderr
-        return [line for line in done.stderr.splitlines() if line.startswith("memsaver: ")]
+        """Run Python with this Hub instead of the real one; return memsaver's error lines.
+
+        The constants are those that `HF_ENDPOINT` and `HF_HOME` set when huggingface_hub is
+        imported.
+        """
+        template = f"{self._address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        changed = {"ENDPOINT": self._address, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+        changed |= {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": False}
+        errors = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+            for name, value in changed.items():
+                patch.setattr(huggingface_hub.constants, name, value)
+            patch.delenv("HF_TOKEN", raising=False)
+            patch.chdir(cache)
+            exec(code, {})
+        return [line for line in errors.getvalue().splitlines() if line.startswith("memsaver: ")]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         hub = self

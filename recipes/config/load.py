@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -49,13 +50,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         return f"{'command line' if on_line else file.name}: {fault}"
 
     try:
-        recipe = TypeAdapter(Recipe).validate_python(values)
+        recipe = _adapter().validate_python(values)
     except ValidationError as error:
         faults = explain(error, values)
         raise RecipeError("\n".join(placed(key, fault) for key, fault in faults)) from None
     if idle := list(_without_effect(recipe, overrides)):
         raise RecipeError("\n".join(idle))
     return recipe
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Recipe]:
+    """Return pydantic's checks of a recipe, which take as long to build as a recipe to read."""
+    return TypeAdapter(Recipe)
 
 
 def find_recipe(path: str | Path) -> Path:

@@ -478,7 +478,7 @@ def test_run_goes_on_when_answers_of_each_step_fail_and_resumes_with_the_same_ro
     own_module: Path, capsys: pytest.CaptureFixture[str], no_pictures: None
 ) -> None:
     """Let functions raise nothing, but end their process or return NaN, text or None."""
-    words = ["task.rewards=[own_rewards:shaped]", "task.workers=2", "eval.every=0", *SMALL[:2]]
+    words = ["task.rewards=[own_rewards:shaped]", "task.workers=1", "eval.every=0", *SMALL[:2]]
     folder = own_module / "run"
     assert main(["run", "tiny", *words, "steps=2", "--run-dir", str(own_module / "straight")]) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -95,7 +95,9 @@ def test_overlapped_moves_and_shrinking_pool_change_no_token(
     assert any(after < before for before, after in resized if after > 64)
 
 
-def test_router_replay_reports_mismatch_with_and_without_replay(tmp_path: Path) -> None:
+def test_router_replay_reports_mismatch_with_and_without_replay(
+    tmp_path: Path, no_pictures: None
+) -> None:
     """Use a model without near ties, so that both sides route alike, with and without replay."""
     few = ["steps=3", "eval.every=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2"]
     start_run("tiny", [*few, *EXPERTS, REPLAY], tmp_path / "run")
@@ -420,6 +422,7 @@ def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path:
     assert done >= 2 and RunFolder(folder).done == done and trace(folder) and has_pictures(folder)
 
 
+@pytest.mark.extended  # an interrupt rarely falls into an exec()
 def test_exit_status_reports_an_interrupt_inside_exec(tmp_path: Path) -> None:
     """Interrupt an exec(), which dataclasses use; Python would then exit by SIGINT."""
     text = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.getpid()"

@@ -13,7 +13,13 @@ from safetensors.torch import load_file
 from recipes.logs.report_page import write_report
 from recipes.logs.samples import read_samples
 from recipes.run import continue_run, start_run
-from tests.helpers.recipes.tiny_runs import MakeRun, has_pictures, rows, same_rows
+from tests.helpers.recipes.tiny_runs import (
+    MakeRun,
+    has_pictures,
+    rows,
+    same_rows,
+    without_pictures,
+)
 from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge.training import read_values
 
@@ -157,7 +163,8 @@ def test_step_whose_answers_are_all_cut_off_trains_nothing(
     words = [f"{algorithm}.prompts_per_step=2", f"{algorithm}.samples_per_prompt=2"]
     words += ["sampling.max_tokens=1", "loss.mask_cut_off=true", "eval.every=1"]
     words += ["trackers=[tensorboard]", "checkpoint.export_every=null"]
-    folder = start_run(recipe, [*words, "steps=1"], tmp_path / "run")
+    with without_pictures():
+        folder = start_run(recipe, [*words, "steps=1"], tmp_path / "run")
     continue_run(folder, None, ["steps=2"])
     train = rows(folder, "train")
     assert capsys.readouterr().out.count(" | no update of the policy | ") == 2

@@ -12,8 +12,10 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +31,12 @@ from recipes.logs.delivery import Trackers
 from recipes.logs.run_folder import RunFolder, new_folder, whole_rows
 from recipes.logs.samples import read_samples
 from recipes.logs.trackers import TensorBoardTracker, Tracker, figures_of, make_tracker, markdown
-from recipes.run import continue_run
+from recipes.run import continue_run, start_run
+from tests.helpers.peers import Peer
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.run_folders import eval_row, train_row
-from tests.helpers.recipes.tiny_runs import SMALL, rows
+from tests.helpers.recipes.tiny_runs import SMALL, rows, without_pictures
 
-ROOT = Path(__file__).parents[2]
 ROWS = [eval_row(0, 0.0), train_row(1), train_row(2), eval_row(2, 0.5), train_row(3)]
 SAMPLE = {
     "kind": "eval", "step": 0, "set": "toy", "prompt": "first of a b", "answer": "a",
@@ -535,44 +537,45 @@ def test_tracker_added_at_a_resume_gets_the_whole_run(
 
 # ---------------------------------------------------------------- a whole run
 
-DYING = """
-import os, signal, time
-from recipes.logs.trackers import Tracker
 
 class Dying(Tracker):
-    def start(self, name, folder, config, run_id=None):
+    """Tracker that kills the process while it delivers step `dies_in`."""
+
+    dies_in: int | None = None
+
+    def start(
+        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> str:
         self.file = folder / "mine.txt"
         return "mine"
 
-    def log(self, figures, step):
-        if os.environ.get("DIES_IN") == str(step):
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if step == self.dies_in:
             ledger = self.file.with_name("trackers.jsonl")
             while f'"tensorboard", "kind": "train", "step": {step}' not in ledger.read_text():
                 time.sleep(0.01)  # A kill between a delivery and its record would repeat the row.
             os.kill(os.getpid(), signal.SIGKILL)
         with self.file.open("a") as file:
-            file.write(f"{'eval' if 'eval/exact_match' in figures else 'train'} {step}\\n")
+            file.write(f"{'eval' if 'eval/exact_match' in figures else 'train'} {step}\n")
 
-def make():
-    return Dying()
-"""
+
+def train_until_killed(pipe: Connection, folder: Path) -> None:
+    Dying.dies_in = 4
+    words = [*SMALL, "steps=5", "checkpoint.every=2", "samples=4"]
+    with without_pictures():
+        start_run("tiny", [*words, f"trackers=[tensorboard,{__name__}:Dying]"], folder)
 
 
 def test_killed_run_resumes_with_every_step_once_in_all_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+    tmp_path: Path, no_pictures: None
 ) -> None:
     """Kill the process while it delivers step 4, two steps after its checkpoint."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "run"
-    (tmp_path / "dying.py").write_text(DYING)
-    words = [*SMALL, "steps=5", "checkpoint.every=2", "samples=4"]
-    words += ["trackers=[tensorboard,dying:make]", "--run-dir", str(folder)]
-    command = [sys.executable, "-m", "recipes.cli", "run", "tiny", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DIES_IN": "4"}
-    killed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    monkeypatch.syspath_prepend(str(tmp_path))
+    killed = Peer(train_until_killed, folder).process
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
     continue_run(folder)
     train, evals = ([row["step"] for row in rows(folder, kind)] for kind in ("train", "eval"))
     assert train == [1, 2, 3, 4, 5] and evals == [0, 2, 4, 5]

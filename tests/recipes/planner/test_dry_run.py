@@ -138,13 +138,13 @@ def test_gradients_are_held_until_the_optimizer_step(model: str) -> None:
     some(
         (["cluster.n_gpus_per_node=4"], ["cluster.n_gpus_per_node=2"], "mixture"),
         ([], ["trainer.micro_batch_size=8"], "dense"),
-        ([], ["sampling.max_tokens=400"], "hybrid"),
+        ([], ["sampling.max_tokens=400"], "dense"),
         (["trainer.activation_checkpointing=layers"], [MLP_AGAIN], "dense"),
         ([MLP_AGAIN], ["trainer.activation_checkpointing=none"], "dense"),
         (["lora.rank=8"], [], "dense"),
         whole=[
             (["cluster.n_gpus_per_node=8"], ["cluster.n_gpus_per_node=4"], "dense"),
-            ([], ["sampling.max_tokens=400"], "dense"),
+            ([], ["sampling.max_tokens=400"], "hybrid"),
             ([], ["sampling.max_tokens=400"], "latent"),
         ],
     ),
@@ -267,7 +267,7 @@ def test_planning_in_a_process_with_a_group_is_refused_and_keeps_the_group() -> 
     [("tiny", "[]", ""), ("tiny-ppo", "[params,optim]", "compute_ref_log_prob")],
 )
 def test_tags_of_every_stage_equal_those_of_a_real_run(
-    name: str, overlap: str, begin: str, tmp_path: Path
+    name: str, overlap: str, begin: str, tmp_path: Path, no_pictures: None
 ) -> None:
     """Compare with a CPU run, whose pages are smaller than the planned ones.
 
