@@ -5,7 +5,6 @@ Exits of a process are in compat/test_misuse.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -40,7 +39,7 @@ from memsaver.system.libc import libc
 from memsaver.system.threads import workers
 from tests.helpers.memory import memfd_bytes, uncollected
 from tests.helpers.memsaver.prefetches import gated
-from tests.helpers.memsaver.savers import MIB, ROOT, at_once, until
+from tests.helpers.memsaver.savers import MIB, ROOT, at_once, python, until
 from tests.helpers.peers import Peer
 
 MAP_FIXED_NOREPLACE = 0x100000
@@ -214,29 +213,26 @@ def test_forked_child_keeps_mapping_made_at_parents_addresses(how: str) -> None:
     assert _exits(child) == 0
 
 
-def _forks(pipe: Connection, how: str) -> None:
-    saver = memsaver.MemorySaver("cpu")
-    tensor = saver.empty(100, torch.uint8).fill_(7)
-    ticket = saver.share("default")
-
-    def child() -> None:
-        nonlocal saver, tensor
-        if how == "drop":
-            del saver, tensor
-            gc.collect()
-        else:
-            atexit._run_exitfuncs()  # as a normal exit does, which runs finalizers
-
-    ended = _exits(child)
-    with memsaver.attach(ticket) as lease:
-        pipe.send((ended, int(lease.tensor((100,), torch.uint8).sum())))
+FORK = """
+import gc, os, sys, torch, memsaver
+saver = memsaver.MemorySaver("cpu")
+tensor = saver.empty(100, torch.uint8).fill_(7)
+ticket = saver.share("default")
+if not (child := os.fork()):
+    if sys.argv[1:] == ["drop"]:
+        del saver, tensor
+        gc.collect()
+        os._exit(0)
+    sys.exit(0)  # a normal exit runs finalizers
+os.waitpid(child, 0)
+with memsaver.attach(ticket) as lease:
+    print(int(lease.tensor((100,), torch.uint8).sum()))
+"""
 
 
 @pytest.mark.parametrize("how", ["exit", "drop"])
 def test_exit_of_forked_child_keeps_parents_listener(how: str) -> None:
-    peer = Peer(_forks, how)
-    assert peer.hear() == (0, 700)
-    peer.bury()
+    assert python(f"import sys; sys.argv = ['', {how!r}]\n{FORK}") == "700"
 
 
 def test_region_tensor_that_outlives_its_saver_releases_memory_and_slot() -> None:

@@ -422,7 +422,6 @@ def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path:
     assert done >= 2 and RunFolder(folder).done == done and trace(folder) and has_pictures(folder)
 
 
-@pytest.mark.extended  # an interrupt rarely falls into an exec()
 def test_exit_status_reports_an_interrupt_inside_exec(tmp_path: Path) -> None:
     """Interrupt an exec(), which dataclasses use; Python would then exit by SIGINT."""
     text = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.getpid()"

@@ -156,7 +156,6 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
         cycle.to_rollout(6)
 
 
-@pytest.mark.extended  # the other side's death in a write is above, that of a rollout below
 def test_rollout_killed_during_write_fails_the_cycle_and_keeps_the_trainer(
     device: str, model_path: str, ray_cluster: RayCluster
 ) -> None:

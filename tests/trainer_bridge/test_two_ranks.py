@@ -427,7 +427,6 @@ def test_one_rank_resumes_a_checkpoint_of_two(
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["next"])
 
 
-@pytest.mark.extended  # each rank imports bitsandbytes, in a second
 def test_one_rank_resumes_moments_in_8_bits_of_two(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
