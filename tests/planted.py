@@ -335,6 +335,13 @@ BUGS = [
         'side.step = values["step"]',
     ),
     Bug(
+        "an update that scores itself learns nothing, because its ratio is constant",
+        "trainer_bridge/training/losses.py",
+        "trainer_bridge/test_policy_loss.py",
+        "old = logprobs.detach()",
+        "old = logprobs",
+    ),
+    Bug(
         "deviations are the population's, not the sample's",
         "recipes/figures.py",
         "recipes/test_advantages.py",

@@ -291,14 +291,13 @@ class Trainer(SaverSide):
 
         Raises:
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
-            ValueError: The batch lacks a field, or has both kinds of log-probabilities.
+            ValueError: The batch lacks a field, has both kinds of log-probabilities, or one of the
+                rollout's is not finite. Nothing has changed.
             FloatingPointError: A gradient is not finite; in float16, at none of 20 loss scales, or
                 the loss is not finite either. Nothing has changed.
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
-        if batch.old_logprobs is not None and batch.rollout_logprobs is not None:
-            raise ValueError("update_actor takes old_logprobs or rollout_logprobs, not both")
         needed = ["old_logprobs" if batch.rollout_logprobs is None else "rollout_logprobs"]
         needed += ["advantages", *(["ref_logprobs"] if self.config.loss.kl_coef else [])]
         check_learning("update_actor", batch, self.model.config, needed)
@@ -306,8 +305,6 @@ class Trainer(SaverSide):
         own = TokenValues()
 
         def backward(scale: float) -> list[float]:
-            nonlocal own
-            own = TokenValues()
             learn = partial(policy_gradient, self.model, self.config, batch, world, scale, own)
             sums = add_gradients(self.model, batch, learn, size, self._runtime)
             self._offloader.await_content()

@@ -24,7 +24,7 @@ from tests.helpers.rollout.package_names import Wheel
 from tests.helpers.trainer_bridge.models import as_sampled, make_batch, reference, write_model
 from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.rival_losses import TRL, VERL, trl_loss, verl_loss
-from tests.helpers.trainer_bridge.states import bits
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,
     U,
@@ -407,16 +407,22 @@ def test_update_that_scores_itself_has_the_bits_of_one_after_a_scoring_pass(
         expected = first.update_actor(dataclasses.replace(drawn, old_logprobs=scores))
         got = second.update_actor(as_sampled(drawn))
         assert got.items() >= expected.items() and got["approx_kl"] == got["clip_fraction"] == 0
-        for one, other in zip(bits(first).values(), bits(second).values(), strict=True):
-            assert torch.equal(one, other)
+        assert_same_bits(bits(first), bits(second))
         lengths = list(map(len, scores))
         compared = correct(flat(drawn.old_logprobs), flat(scores), lengths, CorrectionConfig())
         figures = compared.figures | reference_figures(scores, drawn.ref_logprobs)
         assert {name: got[name] for name in got.keys() - expected.keys()} == figures
         assert 0 < figures["effective_sample_size"] < 1 and figures["weights_truncated"] > 0
-    for wrong in ({"old_logprobs": scores}, {"rollout_logprobs": None}):
-        with pytest.raises(ValueError, match="update_actor .*old_logprobs"):
+    lost = [*scores[:-1], [math.nan] * len(scores[-1])]
+    kept = bits(second)
+    for wrong in (
+        {"old_logprobs": scores},
+        {"rollout_logprobs": None},
+        {"rollout_logprobs": lost},
+    ):
+        with pytest.raises(ValueError, match="update_actor.* (old|rollout)_logprobs"):
             second.update_actor(dataclasses.replace(as_sampled(drawn), **wrong))
+    assert_same_bits(bits(second), kept)
 
 
 @pytest.mark.parametrize(

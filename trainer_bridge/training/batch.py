@@ -14,6 +14,7 @@ from torch import Tensor
 from memsaver.ops.layout import round_up, send_together
 from rollout.requests import COLDEST
 from trainer_bridge.training.packing import Packing
+from trainer_bridge.training.token_numbers import flat
 
 _PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
 _ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
@@ -320,5 +321,10 @@ def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequenc
     check_tokens(batch, model)
     if any(getattr(batch, name) is None for name in names):
         raise ValueError(f"{method} needs a SequenceBatch with {' and '.join(names)}")
+    if batch.rollout_logprobs is not None:
+        if batch.old_logprobs is not None:
+            raise ValueError(f"{method} takes old_logprobs or rollout_logprobs, not both")
+        if not np.isfinite(flat(batch.rollout_logprobs)).all():
+            raise ValueError(f"{method}: rollout_logprobs are not all finite")
     if not batch.num_tokens:
         raise ValueError(f"{method} got no response tokens to learn from; skip the step")

@@ -70,7 +70,7 @@ class TokenValues:
     _parts: list[Tensor] = field(default_factory=list)
 
     def add(self, micro: MicroBatch, values: Tensor) -> None:
-        """Add the values [N] of a micro batch, which stay on the device."""
+        """Add the values [N] of a micro batch; they replace earlier ones of its sequences."""
         self._rows.extend(micro.rows)
         self._counts.extend(micro.counts)
         self._parts.append(values)
