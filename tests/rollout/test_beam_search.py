@@ -125,7 +125,7 @@ def test_beams_equal_transformers_with_end_tokens_penalties_and_early_stopping(
     llama: tuple[Path, Any, tuple[int, ...]], width: int, penalty: float, early: Any, ends: int
 ) -> None:
     path, model, stops = llama
-    engine, prompts = make(path), random_prompts(LENGTHS)[1:]
+    engine, prompts = make(path), random_prompts(LENGTHS)
     rules = {"length_penalty": penalty, "early_stopping": early, "stop_token_ids": stops[:ends]}
     params = beams(width, max_tokens=14, **rules)
     out = generate(engine, prompts, params)
