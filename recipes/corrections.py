@@ -37,11 +37,11 @@ def correct_step(recipe: Recipe, samples: Samples, logprobs: PerToken) -> StepCo
     `logprobs` are the rollout's, too, there is nothing to compare: with correction.mode=bypass, and
     if the update computes the trainer's.
     """
-    mode, lengths = recipe.correction_mode, list(map(len, samples.response_ids))
-    if mode == "bypass" or recipe.scores_in_update:
+    if not recipe.scores_before_update:
         return StepCorrection()
+    lengths = list(map(len, samples.response_ids))
     corrected = correct(flat(samples.logprobs), flat(logprobs), lengths, options(recipe))
-    if mode == "none":
+    if recipe.correction_mode == "none":
         return StepCorrection(figures=corrected.figures)
     return StepCorrection(
         weights=by_answer(corrected.weights, lengths),

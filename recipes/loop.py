@@ -201,11 +201,11 @@ class Loop(abc.ABC):
         """Return log-probabilities under the weights that sampled, and the answers' scores.
 
         They are the trainer's; with correction.mode=bypass, or if the update computes the
-        trainer's, they are the rollout's.
+        trainer's, they are the rollout's. In the latter case its figures replace those of these.
         """
         self.to_score()
         recipe, logprobs = self.setup.recipe, samples.logprobs
-        if recipe.correction_mode != "bypass" and not recipe.scores_in_update:
+        if recipe.scores_before_update:
             with self.stage("compute_log_prob"):
                 logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):

@@ -137,6 +137,11 @@ class Recipe:
         return self.updates_per_step == 1 and not needed
 
     @property
+    def scores_before_update(self) -> bool:
+        """Return whether a pass before the updates computes the trainer's log-probabilities."""
+        return self.correction_mode != "bypass" and not self.scores_in_update
+
+    @property
     def logprobs_field(self) -> Literal["old_logprobs", "rollout_logprobs"]:
         """Return the field of the update's batch that has the answers' log-probabilities."""
         return "rollout_logprobs" if self.scores_in_update else "old_logprobs"

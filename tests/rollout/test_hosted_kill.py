@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -39,14 +38,10 @@ OTHERS = [moment for moment in STAGES if moment not in HALF]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """Exclude the objects of earlier tests from the collections of `memfd_bytes`."""
+def frozen() -> None:
+    """Exclude the objects of earlier tests from the collections of `memfd_bytes`, for good."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()  # the imported objects again
 
 
 @pytest.fixture(scope="module")
