@@ -12,21 +12,26 @@ from recipes.ppo import PpoLoop
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from trainer_bridge import LoraConfig, PolicyLoss, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge.coordinator import Stage
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 
 
-def open_pair(setup: Setup) -> AbstractContextManager[Any]:
-    """Open the recipe's trainer and rollout, which live inside the block."""
+def open_pair(setup: Setup, stage: Stage) -> AbstractContextManager[Any]:
+    """Open the recipe's trainer and rollout, which live inside the block.
+
+    Each part of the opening runs in a block of `stage`.
+    """
     config = trainer_config(setup)
     arguments = engine_arguments(setup)
     cluster, alias = setup.recipe.cluster, setup.recipe.cycle.alias == "always"
     if setup.recipe.driver == "inprocess":
-        return open_inprocess(config, arguments, alias=alias)
+        return open_inprocess(config, arguments, alias=alias, stage=stage)
     # Start the cluster of one machine here; a larger one must be running.
     address = "auto" if cluster.nnodes > 1 else None
     places: Any = {"devices": cluster.n_gpus_per_node, "nodes": cluster.nnodes, "address": address}
-    return open_ray(config, arguments, **places, timeout=cluster.call_timeout, alias=alias)
+    places |= {"timeout": cluster.call_timeout, "alias": alias, "stage": stage}
+    return open_ray(config, arguments, **places)
 
 
 def cycle_arguments(recipe: Recipe) -> dict[str, Any]:

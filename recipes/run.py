@@ -201,7 +201,7 @@ def _attempt(
             hosted = setup.recipe.engine.hosted
             setup = setup if hosted else _with_switch_decided(setup, folder, monitor)
             with monitor.stage("build"):
-                trainer, rollout = stack.enter_context(open_pair(setup))
+                trainer, rollout = stack.enter_context(open_pair(setup, monitor.stage))
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
             first, drawn = 1, 0

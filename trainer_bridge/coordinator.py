@@ -5,7 +5,7 @@ Each side has its own saver. A new pair is in state "train": the rollout asleep,
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,22 @@ from trainer_bridge.remote.group import Place, RemoteActor, connected, cores, re
 from trainer_bridge.sync.shards import aligned_dims
 from trainer_bridge.trainer import Trainer
 
+Stage = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Returns a context manager for the named part of the opening, which runs in its block."""
+
+
+def no_stage(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager that does nothing."""
+    return contextlib.nullcontext()
+
 
 @contextlib.contextmanager
 def open_inprocess(
-    trainer: TrainerConfig, engine: Mapping[str, Any], *, alias: bool = False
+    trainer: TrainerConfig,
+    engine: Mapping[str, Any],
+    *,
+    alias: bool = False,
+    stage: Stage = no_stage,
 ) -> Iterator[tuple[Trainer, Rollout]]:
     """Open both sides in this process, and close them when the block ends.
 
@@ -32,6 +44,8 @@ def open_inprocess(
             (`rollout.actor`). Path, device and dtype default to the trainer's. The engine loads no
             weights: the first sync writes them.
         alias: Lay out the trainer's parameters like the engine's weights, for `Cycle(alias=True)`.
+        stage: Called for each part of the opening: "build_engine", "build_trainer" and, through
+            Ray, "start_actors".
 
     Yields:
         Trainer and rollout.
@@ -42,15 +56,18 @@ def open_inprocess(
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
-        rollout, close = build_engine(arguments.pop("kind"), arguments)
-        undo.callback(close)
-        rollout.sleep(level=2)
-        saver = memsaver.MemorySaver(device=trainer.device)
-        undo.callback(saver.close)
-        side = Trainer(trainer, saver, layout=rollout.weight_layout().manifest if alias else None)
-        undo.callback(side.close)
-        side.connect([rollout])
-        _introduce(side, rollout)
+        with stage("build_engine"):
+            rollout, close = build_engine(arguments.pop("kind"), arguments)
+            undo.callback(close)
+            rollout.sleep(level=2)
+        with stage("build_trainer"):
+            saver = memsaver.MemorySaver(device=trainer.device)
+            undo.callback(saver.close)
+            layout = rollout.weight_layout().manifest if alias else None
+            side = Trainer(trainer, saver, layout=layout)
+            undo.callback(side.close)
+            side.connect([rollout])
+            _introduce(side, rollout)
         yield side, rollout
 
 
@@ -65,6 +82,7 @@ def open_ray(
     address: str | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
+    stage: Stage = no_stage,
 ) -> Iterator[tuple[Any, Any]]:
     """Open both sides as Ray actors, and kill the actors when the block ends.
 
@@ -83,6 +101,7 @@ def open_ray(
             Without either it starts a small cluster, and ends it with the block.
         trainer_actor: Class of the trainer actors.
         alias: As in `open_inprocess`; for one device.
+        stage: As in `open_inprocess`.
 
     Yields:
         A `RemoteTrainer` and a `RemoteRollout`, which have the methods of `Trainer` and `Engine`.
@@ -99,34 +118,36 @@ def open_ray(
     engine_size = arguments.get("tensor_parallel_size", 1)
     _check_devices(nodes, devices, engine_size, alias)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(connected(address, size))
-        places = undo.enter_context(reserved(nodes, devices, on_gpu))
-        threads = max(1, cores() // devices)
-        args = [
-            actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)
-        ]
-        rollout = RemoteRollout(
-            _start("rollout", ray.remote(RolloutActor), args, places, undo), timeout, engine_size
-        )
-        # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
-        rank_config = dataclasses.replace(
-            trainer,
-            device=_device_in_actor(trainer.device, on_gpu),
-            threads=trainer.threads if on_gpu else trainer.threads or threads,
-        )
-        args = [{"config": rank_config}] * size
-        side = RemoteTrainer(
-            _start("trainer", ray.remote(trainer_actor), args, places, undo), timeout
-        )
-        if trainer.leaving:  # overlaps with the start of the engine, which is another process
-            side.reserve()
-        rollout.build()
-        rollout.sleep(level=2)
-        manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
-        side.build(manifests[0] if alias else None, aligned_dims(manifests))
-        side.connect(rollout)
-        for trainer_rank, engine_rank in zip(side.each(), rollout.each(), strict=True):
-            _introduce(trainer_rank, engine_rank)
+        with stage("start_actors"):
+            undo.enter_context(connected(address, size))
+            places = undo.enter_context(reserved(nodes, devices, on_gpu))
+            threads = max(1, cores() // devices)
+            args = [
+                actor_arguments(arguments, on_gpu, threads, rank // engine_size)
+                for rank in range(size)
+            ]
+            ranks = _start("rollout", ray.remote(RolloutActor), args, places, undo)
+            rollout = RemoteRollout(ranks, timeout, engine_size)
+            # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
+            rank_config = dataclasses.replace(
+                trainer,
+                device=_device_in_actor(trainer.device, on_gpu),
+                threads=trainer.threads if on_gpu else trainer.threads or threads,
+            )
+            args = [{"config": rank_config}] * size
+            ranks = _start("trainer", ray.remote(trainer_actor), args, places, undo)
+            side = RemoteTrainer(ranks, timeout)
+        with stage("build_engine"):
+            if trainer.leaving:  # overlaps with the start of the engine, which is another process
+                side.reserve()
+            rollout.build()
+            rollout.sleep(level=2)
+        with stage("build_trainer"):
+            manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
+            side.build(manifests[0] if alias else None, aligned_dims(manifests))
+            side.connect(rollout)
+            for trainer_rank, engine_rank in zip(side.each(), rollout.each(), strict=True):
+                _introduce(trainer_rank, engine_rank)
         yield side, rollout
 
 

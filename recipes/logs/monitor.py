@@ -9,6 +9,7 @@ the other go, they take the pages that become free.
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from trainer_bridge.sync import SyncReceipt
 TakeUsage = Callable[[], Usage | None]
 MOVING = ("pause", "resume", "save", "prefetch")  # operations of a saver that move memory
 NOTABLE = 1e-3  # seconds of overlapped moves that are shown
+QUIET = 60.0  # seconds of a stage after which a log says that it still runs
 COUNTED = {"groups_without_signal": "groups without signal", "faults": "faults of rewards"}
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
@@ -205,7 +207,6 @@ class Monitor:
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         if kind_of(name) == "switch":
             self._switches.append((start, end))
-        self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt, corrected: bool) -> None:
         """Record this step's weight sync; warn once if rounding took much of the adapters' move.
@@ -369,11 +370,17 @@ class View:
 
 
 class ProgressView(View):
-    """Display with a line for each row and, in a terminal, a bar with the current stage."""
+    """Display with a line for each row and, in a terminal, a bar with the current stage.
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    Elsewhere, a stage that lasts is reported every `quiet` seconds.
+    """
+
+    def __init__(self, steps: int, console: Console | None = None, quiet: float = QUIET) -> None:
         console = console or Console()
         self._steps = steps
+        self._running, self._since = "starting", time.monotonic()
+        self._closed = threading.Event()
+        self._reporting = threading.Thread(target=self._report_stage, args=(quiet,), daemon=True)
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=10),
@@ -387,12 +394,20 @@ class ProgressView(View):
         )
         self._task = self._progress.add_task("starting", total=steps, newest="")
         self._progress.start()
+        if not console.is_interactive:
+            self._reporting.start()
 
     def note(self, text: str) -> None:
         self._progress.console.print(Text(text), soft_wrap=True)
 
     def stage(self, name: str) -> None:
+        self._running, self._since = name, time.monotonic()
         self._progress.update(self._task, description=name)
+
+    def _report_stage(self, quiet: float) -> None:
+        while not self._closed.wait(quiet):
+            if (seconds := time.monotonic() - self._since) >= quiet:
+                self.note(f"{self._running}: {seconds:.0f} s so far")
 
     def row(self, row: Mapping[str, Any]) -> None:
         if row["kind"] == "eval":
@@ -418,4 +433,7 @@ class ProgressView(View):
         self.note("\n".join(lines))
 
     def close(self) -> None:
+        self._closed.set()
+        if self._reporting.is_alive():
+            self._reporting.join()
         self._progress.stop()

@@ -13,6 +13,7 @@ from memsaver import MemorySaver, Usage
 from recipes.errors import LostWorker, RunError
 from recipes.logs.monitor import Monitor, Peaks, ProgressView, View, describe
 from recipes.logs.run_folder import RunFolder
+from tests.helpers.memsaver.savers import until
 from tests.helpers.recipes.run_folders import eval_row, train_row
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 
@@ -191,6 +192,16 @@ def test_rows_are_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[s
     assert lines[0] == f"step 3/9: {describe(ROW)}"
     assert lines[1].startswith("step 4/9: reward 0.400 | ") and " | ETA 0:00:0" in lines[1]
     assert lines[2:] == [f"eval: {describe(eval_row(4, 0.5))}", "done"]
+
+
+def test_log_reports_a_stage_that_lasts_until_the_view_is_closed() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    view = ProgressView(9, console, quiet=0.01)
+    view.stage("build_engine")
+    until(lambda: "build_engine: 0 s so far" in console.file.getvalue())
+    view.close()
+    view.stage("update_actor")
+    assert "update_actor" not in console.file.getvalue()
 
 
 def test_terminal_shows_bar_and_breaks_lines_between_figures() -> None:

@@ -28,6 +28,7 @@ from rollout.model.loading import load_model_config
 from rollout.weights.store import arena_nbytes
 from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import LoraConfig
+from trainer_bridge.coordinator import no_stage
 
 GIB = 2**30
 
@@ -77,7 +78,9 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     monkeypatch.setattr("recipes.arguments.open_ray", lambda *args, **words: words)
     ray = prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path)
     places = {"devices": 1, "nodes": 1, "address": None}
-    assert open_pair(ray) == {**places, "timeout": 7.0, "alias": False}
+    assert open_pair(ray, no_stage) == {
+        **places, "timeout": 7.0, "alias": False, "stage": no_stage,
+    }  # fmt: skip
     plain = prepare(recipes.load("tiny"), tmp_path)
     undecided = prepare(recipes.load("tiny", ["cycle.resident=auto"]), tmp_path)
     assert trainer_config(undecided).leaving == ()
