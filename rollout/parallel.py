@@ -23,7 +23,7 @@ from memsaver.system.plain import all_gather_plain
 from rollout.errors import RankError
 
 _GRACE_SECONDS = 2.0  # for the other ranks to post the stage in which they stopped
-_STAGING_BYTES = 32 << 20
+STAGING_BYTES = 32 << 20
 _ALIGNMENT = 256  # bytes: alignment of NCCL's buffers
 
 
@@ -57,7 +57,7 @@ class TensorParallel:
         if self.size == 1:
             return
         row = (1 + self.size) * -(-width // self.size) * dtype.itemsize
-        nbytes = round_up(max(_STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT)
+        nbytes = round_up(max(STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT)
         self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if on_a_tag(self._staging):
             raise StateError(

@@ -140,7 +140,7 @@ class Monitor:
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
-        self.sync: dict[str, float] = {}
+        self.sync: dict[str, Any] = {}
         self._told_of_loss = False
         self._moves: list[tuple[float, float]] = []  # of this step
         self._switches: list[tuple[float, float]] = []
@@ -216,6 +216,7 @@ class Monitor:
         names = ["nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"]
         names += ["merge_lost"] if receipt.merge_lost is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
+        self.sync["stages"] = receipt.stages
         if receipt.lossy and not self._told_of_loss:
             self._told_of_loss = True
             correction = "the loss is corrected for it (section correction)"

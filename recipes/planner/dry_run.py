@@ -48,6 +48,7 @@ from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
+from trainer_bridge.sync.writer import scratch_for
 from trainer_bridge.tags import REFERENCE
 from trainer_bridge.trainer import Trainer
 from trainer_bridge.training import Runtime, code_tables
@@ -118,7 +119,9 @@ class PlannedRuntime(Runtime):
 
 
 class PlannedTrainer(Trainer):
-    """A trainer whose offloads and reloads take no time and whose sync takes no memory.
+    """A trainer whose offloads and reloads take no time, and whose sync moves no weights.
+
+    The sync takes the memory in which adapters are merged, and keeps the scratch.
 
     Tags that leave during generation have left when it ends. Tags that come back during generation
     are back when it ends, if the device has room for them. Tags that come back during scoring are
@@ -133,6 +136,7 @@ class PlannedTrainer(Trainer):
     saver: PlannedSaver  # type: ignore[assignment]
     room: int
     handed_over: set[HandedOver]
+    _scratch: Tensor | None = None
     _leaving: tuple[str, ...] = ()
     _returning: tuple[str, ...] = ()
 
@@ -140,6 +144,7 @@ class PlannedTrainer(Trainer):
         """Return to the state of a new trainer, which adds handed-over tags to the given set."""
         self.handed_over = handed_over
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
+        self._scratch = None
         self._offloader.reload()
         if self.reference is not None:
             self._offloader.offload(REFERENCE)
@@ -193,9 +198,18 @@ class PlannedTrainer(Trainer):
         self._leaving = self._returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
+        if self._adapters is not None:
+            if self._scratch is None:
+                self._scratch = scratch_for(self._tensors(), self._adapters.names)
+            self.saver.planned.once("merge", self._gather_factors)
+        return self.alias_weights(version)
+
+    def alias_weights(self, version: int) -> SyncReceipt:
         return SyncReceipt(version=version, digests=(), seconds=0, verify_seconds=0, stages={})
 
-    alias_weights = sync_weights
+    def _gather_factors(self) -> None:
+        assert self._adapters is not None
+        self._adapters.factors()
 
 
 @dataclasses.dataclass(frozen=True)

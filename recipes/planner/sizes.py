@@ -27,6 +27,7 @@ from recipes.setup.preparation import (
 )
 from rollout.config import first_tokens
 from rollout.model import ModelConfig, load_model_config, rank_groups
+from rollout.parallel import STAGING_BYTES
 
 GIB = 1 << 30
 
@@ -127,9 +128,12 @@ def engine_sizes(
     inner = sum(widths) + 8 * fields["hidden_size"]
     prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
     logits = running * vocabulary * (LOGITS if hosted else 4)
+    if size > 1 and not hosted:  # The rank's columns, those of all ranks, and the joined rows.
+        logits += running * vocabulary * dtype.itemsize * (2 * size + 1) // size
     step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
     # The plan counts memory that a hosted engine holds outside of its tags as contexts.
     idle, graphs = (0, False) if hosted else (IDLE, recipe.engine.cuda_graphs)
+    idle += STAGING_BYTES if graphs and size > 1 else 0
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
         kv_cache=kv_cache,

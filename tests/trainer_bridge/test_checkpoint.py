@@ -24,7 +24,7 @@ from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_m
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import CriticConfig, LoraConfig, Schedule, Trainer
 from trainer_bridge.errors import OtherRankFailed
-from trainer_bridge.training import checkpoint
+from trainer_bridge.training import checkpoint, initial
 
 Make = Callable[..., Trainer]
 CRITIC = {"critic": CriticConfig(learning_rate=5e-3)}
@@ -334,3 +334,18 @@ def test_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_files(
     assert texts[failing] == own
     assert texts[1 - failing] == f"OtherRankFailed: rank {failing} failed: {own}"
     assert not list(place.parent.iterdir())
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (4, 6, 5)])
+def test_digest_does_not_depend_on_the_sharded_dimension(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+    def of_part(part: Tensor, start: list[int]) -> int:
+        return initial._digest(part, start, shape, 1000, part.device) % 2**64
+
+    expected = of_part(whole, [0] * len(shape))
+    for dim in range(len(shape)):
+        starts = [[at if axis == dim else 0 for axis in range(len(shape))] for at in (0, 2)]
+        parts = whole.split([2, shape[dim] - 2], dim)
+        assert sum(map(of_part, map(Tensor.contiguous, parts), starts)) % 2**64 == expected
+    assert of_part(whole.flip(0), [0] * len(shape)) != expected

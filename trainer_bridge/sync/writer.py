@@ -22,7 +22,7 @@ from trainer_bridge.errors import listed
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import SourceShard, shard_of
 
-SCRATCH_BYTES = 32 << 20
+SCRATCH_BYTES = 128 << 20  # each step through it takes the host more time than the GPU
 _SAMPLED_NAMES, _SAMPLED_ELEMENTS = 8, 1 << 17
 
 

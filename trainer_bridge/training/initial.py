@@ -153,7 +153,12 @@ def _digest(
     """Digest on `device` a part of a parameter whose elements are numbered from `first` on."""
     if not part.numel():
         return 0
-    assert not any(start[1:-1])  # by rows, by experts or by columns
+    if part.shape[1:-1] != tuple(shape[1:-1]):  # the rows of each expert are divided
+        pitch = math.prod(shape[1:])
+        return sum(
+            _digest(matrix, start[1:], shape[1:], first + number * pitch, device)
+            for number, matrix in enumerate(part, start=start[0])
+        )
     total, width = 0, shape[-1]
     at = first + start[0] * math.prod(shape[1:])
     at += start[-1] if len(shape) > 1 else 0
