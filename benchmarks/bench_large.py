@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -30,11 +31,12 @@ from recipes.logs.run_folder import switch_seconds
 PLANS = Path("examples/plans")
 STEPS = ("steps=3", "grpo.prompts_per_step=16", "grpo.samples_per_prompt=8")
 TASK = ("task.name=benchmarks.coin_task:coin",)
-LORA = ("lora.rank=32", "trainer.learning_rate=1e-5")
+LORA = ("lora.rank=32", "trainer.learning_rate=1e-5", "trainer.micro_batch_size=2")
 HALVED = ("cluster.n_gpus_per_node=4", "trainer.optimizer=adamw_8bit", "trainer.dtype=bfloat16")
 
 
-class Large(NamedTuple):
+@dataclass(frozen=True)
+class Large:
     """A plan, the settings that fit it to `gpus` GPUs, and how it is run."""
 
     plan: str
@@ -48,9 +50,9 @@ _32B = Large("qwen2.5-32b-8xh100", 4, HALVED)
 _30B = Large("qwen3-30b-a3b-8xh100", 4, (*HALVED, "sampling.max_tokens=512"))
 CASES = {
     "32b-lora": _32B_LORA,
-    "32b-lora-one-stage": _32B_LORA._replace(how="benchmarks.one_stage"),
+    "32b-lora-one-stage": replace(_32B_LORA, how="benchmarks.one_stage"),
     "32b": _32B,
-    "32b-one-stage": _32B._replace(how="benchmarks.one_stage"),
+    "32b-one-stage": replace(_32B, how="benchmarks.one_stage"),
     "30b-a3b": _30B,
     "30b-a3b-killed": _30B,
     "70b-lora": Large(

@@ -12,6 +12,9 @@ from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from memsaver.types import Content, Operation, TagState
 
+PAGE_POOL = "the page pool"
+"""Name of the page pool beside those of tags, in `Usage.tags` and among the holders of memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TagReport:
@@ -73,7 +76,7 @@ class Report:
         for name, tag in self.tags.items():
             sizes = tag.committed_bytes, tag.live_bytes, tag.backup_bytes + tag.disk_bytes
             rows.append((name, tag.state, tag.content, *map(format_bytes, sizes)))
-        rest = {"the page pool": self.pool_bytes, **self.others}
+        rest = {PAGE_POOL: self.pool_bytes, **self.others}
         rows += [(name, "", "", format_bytes(nbytes), "", "") for name, nbytes in rest.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         limit = self.limit_bytes
@@ -110,7 +113,7 @@ class Usage:
     """Memory that one process uses on a saver's device.
 
     Attributes:
-        tags: Committed bytes by tag; the page pool's, if any, are under ``"the page pool"``.
+        tags: Committed bytes by tag; the page pool's, if any, are under `PAGE_POOL`.
         torch_bytes: Bytes that torch's own allocator has reserved outside of every tag; 0 on the
             CPU.
         torch_peak_bytes: Maximum of `torch_bytes` since the last `MemorySaver.take_usage`.

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from memsaver.errors import BackendError, OutOfMemory, StateError, format_bytes
 from memsaver.memory.backend import ShortOfMemory
 from memsaver.native import shim
+from memsaver.report import PAGE_POOL
 from memsaver.tag.arena import Arena
-from memsaver.tag.tags import PAGE_POOL, Accounts
+from memsaver.tag.tags import Accounts
 
 
 @contextlib.contextmanager

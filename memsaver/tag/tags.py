@@ -8,7 +8,7 @@ from memsaver.errors import StateError, TagError
 from memsaver.memory.backend import Backend
 from memsaver.memory.page_pool import PagePool
 from memsaver.memory.torch_allocator import TorchUse
-from memsaver.report import Report, TagReport, Usage
+from memsaver.report import PAGE_POOL, Report, TagReport, Usage
 from memsaver.tag.arena import CONTENTS, Arena
 from memsaver.tag.saving import live_ranges
 from memsaver.types import Content
@@ -72,9 +72,6 @@ class Tags:
 def check_content(content: Content | None) -> None:
     if content is not None and content not in CONTENTS:
         raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
-
-
-PAGE_POOL = "the page pool"
 
 
 class Accounts:

@@ -33,7 +33,6 @@ from recipes.planner.tracing import (
     ATTENTION,
     PACKED_ATTENTION,
     EngineSizes,
-    HandedOver,
     PlannedDevice,
     PlannedRollout,
     PlannedSaver,
@@ -47,8 +46,7 @@ from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
 from trainer_bridge.offload import Wait
-from trainer_bridge.sync import SyncReceipt
-from trainer_bridge.sync.writer import scratch_for
+from trainer_bridge.sync import SyncReceipt, scratch_for
 from trainer_bridge.tags import REFERENCE
 from trainer_bridge.trainer import Trainer
 from trainer_bridge.training import Runtime, code_tables
@@ -130,19 +128,19 @@ class PlannedTrainer(Trainer):
     Attributes:
         saver: The planned saver.
         room: Bytes of the device for both sides.
-        handed_over: Tags that went to the other side.
+        rollout: The other side.
     """
 
     saver: PlannedSaver  # type: ignore[assignment]
     room: int
-    handed_over: set[HandedOver]
+    rollout: PlannedRollout
     _scratch: Tensor | None = None
     _leaving: tuple[str, ...] = ()
     _returning: tuple[str, ...] = ()
 
-    def begin(self, handed_over: set[HandedOver]) -> None:
-        """Return to the state of a new trainer, which adds handed-over tags to the given set."""
-        self.handed_over = handed_over
+    def begin(self, rollout: PlannedRollout) -> None:
+        """Return to the state of a new trainer beside the given rollout."""
+        self.rollout = rollout
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
         self._offloader.reload()
@@ -175,7 +173,9 @@ class PlannedTrainer(Trainer):
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if into is not None:
-            self.handed_over.add((tags, into))
+            self.rollout.handed_over.add((tags, into))
+            sizes = Counter(self.saver.sizes())  # 0 for the tag of an optimizer on the host
+            self.rollout.receive(sum(map(sizes.__getitem__, tags)), into)
         if wait:
             super().offload(*tags)
         else:
@@ -246,8 +246,8 @@ def dry_run(
     """
     rollout, saver = PlannedRollout(engine, staged), trainer.saver
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
-    rollout.answered, trainer.room = trainer.end_overlap, room
-    trainer.begin(rollout.handed_over)
+    rollout.answered, rollout.peer, trainer.room = trainer.end_overlap, saver, room
+    trainer.begin(rollout)
     monitor = Monitor(RunFolder(setup.model_dir), View())
     monitor.peaks.watch("trainer", saver.take_usage)
     monitor.peaks.watch("rollout", rollout.take_usage)

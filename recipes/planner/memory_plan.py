@@ -17,13 +17,14 @@ from pydantic import ValidationError
 
 from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
+from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.load import explain
 from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe, switching
 from recipes.errors import RecipeError, shown
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
-from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
+from recipes.planner.sizes import GIB, MIB, Gpu, communicators, engine_sizes, find_gpu, outside_of
 from recipes.planner.tracing import PAGE, EngineSizes
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import check_context, pool_fault, request_tokens
@@ -207,9 +208,11 @@ def planning(
     )
     outside_sizes = None
     if recipe.engine.hosted:
-        outside_sizes = {"assumed": outside_of(card, None), "measured": outside}
-        card, note = _with_outside(card, recipe.engine.kind, outside)
+        outside_sizes = {"assumed": outside_of(recipe, card, None), "measured": outside}
+        card, note = _with_outside(recipe, card, outside)
         notes = [note]
+    else:
+        card = card._replace(contexts=card.contexts + communicators(recipe))
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are assumed to have {prompt_tokens} tokens")
@@ -255,6 +258,7 @@ def _of_device_and_host(
     stages = []
     for stage, entry in run.stages.items():
         held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
+        held["tags"].pop(PAGE_POOL, None)  # pages that are about to be a tag's
         absent = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
         host = per_machine * (absent + run.host)
         used, contexts = entry["device_bytes"], card.contexts
@@ -265,9 +269,9 @@ def _of_device_and_host(
     return tuple(stages), per_machine * host
 
 
-def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]:
+def _with_outside(recipe: Recipe, card: Gpu, measured: int | None) -> tuple[Gpu, str]:
     """Return the GPU with all bytes outside of tags as its contexts, and a note for the plan."""
-    card = card._replace(contexts=outside_of(card, measured))
+    card, kind = card._replace(contexts=outside_of(recipe, card, measured)), recipe.engine.kind
     how = "assumed until a run measures it" if measured is None else "as the run measured it"
     return card, f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"
 

@@ -86,6 +86,20 @@ def of_device(total: int) -> Gpu:
     return nearest._replace(name=name, total=total)
 
 
+# Memory of NCCL on each GPU, as measured with groups of 2 and 4 H100 of one host.
+TRAINER_GROUP = 400 * MIB
+ENGINE_GROUP = 906 * MIB  # captured collectives included
+CHECKPOINT = 450 * MIB  # more, once the trainer's ranks have saved a checkpoint
+
+
+def communicators(recipe: Recipe) -> int:
+    """Return the bytes that NCCL takes of each GPU, for the trainer's ranks and the engine's."""
+    if recipe.cluster.size == 1:
+        return 0
+    engine = ENGINE_GROUP if recipe.engine.tensor_parallel_size > 1 else 0
+    return TRAINER_GROUP + engine + (CHECKPOINT if recipe.checkpoint.every else 0)
+
+
 IDLE = 4 * MIB  # tables and counters of an idle engine, as measured
 
 
@@ -195,12 +209,14 @@ _PADDED = 64  # Hosted engines pad the vocabulary to a multiple of 64 rows.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
-def outside_of(gpu: Gpu, measured: int | None) -> int:
+def outside_of(recipe: Recipe, gpu: Gpu, measured: int | None) -> int:
     """Return the bytes outside of the tags of a plan with a hosted engine, contexts included.
 
-    Without a measurement of a run, they are assumed to be half of the contexts, and OUTSIDE.
+    Without a measurement of a run, they are assumed to be half of the contexts, NCCL's, and
+    OUTSIDE.
     """
-    return gpu.contexts // 2 + OUTSIDE if measured is None else measured
+    assumed = gpu.contexts // 2 + communicators(recipe) + OUTSIDE
+    return assumed if measured is None else measured
 
 
 def hosted_weights(model: ModelConfig, dtype: torch.dtype, ranks: int) -> int:

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver import Usage
 from memsaver.ops.layout import round_up
+from memsaver.report import PAGE_POOL
 from recipes.planner.allocator import CachingAllocator
 from rollout import Completion, SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
@@ -408,6 +409,7 @@ class PlannedSaver:
     Attributes:
         planned: The device of the trainer.
         paused: Names of the paused tags.
+        pooled: Bytes that the engine has handed over to the next tag that is resumed.
         used_by_peer: Returns the bytes that the other side uses of the same device.
     """
 
@@ -418,6 +420,7 @@ class PlannedSaver:
         self._direct = Counter[str]()
         self._regions = defaultdict[str, CachingAllocator](CachingAllocator)
         self.paused: set[str] = set()
+        self.pooled = 0
         self.used_by_peer: Callable[[], int] = lambda: 0
 
     def empty(
@@ -438,6 +441,7 @@ class PlannedSaver:
 
     def resume(self, *tags: str) -> None:
         self.paused -= set(tags)
+        self.pooled = 0
 
     @property
     def backend(self) -> Self:
@@ -470,7 +474,8 @@ class PlannedSaver:
     def usage(self) -> Usage:
         """Return the trainer's usage; `device_used_bytes` counts both sides."""
         torch_use = self.planned.allocator
-        usage = _usage(self.sizes(), self.paused, torch_use.reserved, torch_use.peak)
+        sizes = self.sizes() | {PAGE_POOL: self.pooled}
+        usage = _usage(sizes, self.paused, torch_use.reserved, torch_use.peak)
         return dataclasses.replace(usage, device_used_bytes=used_bytes(usage) + self.used_by_peer())
 
     def take_usage(self) -> Usage:
@@ -582,15 +587,17 @@ class PlannedRollout:
     Attributes:
         answered: Called when generation ends.
         handed_over: Tags that either side handed over.
+        peer: The trainer's saver, which receives memory.
     """
 
     weights_version = 0
+    peer: PlannedSaver
 
     def __init__(self, sizes: EngineSizes, staged: bool = True) -> None:
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
         self._pool = self._grown = sizes.kv_cache  # bytes after waking, and during generation
-        self._resident = 0
+        self._resident = self._pooled = 0
         self.answered: Callable[[], None] = lambda: None
         self.handed_over: set[HandedOver] = set()
         self._torch = self._peak = sizes.idle
@@ -617,10 +624,17 @@ class PlannedRollout:
         self._asleep |= chosen
         if into is not None:
             self.handed_over.add((tuple(sorted(chosen)), into))
+            given = sum(self._sizes.tags[tag] for tag in chosen)
+            self.peer.pooled = min(given, self.peer.sizes()[into])
         if KV_CACHE in chosen:
             self._torch = self._sizes.idle
 
+    def receive(self, nbytes: int, into: str) -> None:
+        """Take over memory of the trainer for a tag that wakes up next."""
+        self._pooled = min(nbytes, self._sizes.tags[into])
+
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
+        self._pooled = 0
         self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
         whole = self._sizes.kv_cache
         self._pool = min(whole, self._sizes.least) if partly else whole
@@ -633,7 +647,7 @@ class PlannedRollout:
         """Do nothing: the plan counts the pool at its largest."""
 
     def usage(self) -> Usage:
-        tags = self._sizes.tags | {KV_CACHE: self._pool}
+        tags = self._sizes.tags | {KV_CACHE: self._pool, PAGE_POOL: self._pooled}
         return _usage(tags, self._asleep, self._torch, self._peak, self._resident)
 
     def take_usage(self) -> Usage:

@@ -341,7 +341,7 @@ def test_digest_does_not_depend_on_the_sharded_dimension(shape: tuple[int, ...])
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
     def of_part(part: Tensor, start: list[int]) -> int:
-        return initial._digest(part, start, shape, 1000, part.device) % 2**64
+        return initial.part_digest(part, start, shape, 1000, part.device) % 2**64
 
     expected = of_part(whole, [0] * len(shape))
     for dim in range(len(shape)):

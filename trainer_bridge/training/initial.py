@@ -128,7 +128,7 @@ def weights_digest(model: nn.Module, masters: Mapping[nn.Parameter, Tensor]) -> 
     for param in base_params(model).values():
         shard = local_shard(param)
         read, box = masters.get(param, shard), shard_box(param)
-        total += _digest(read, box.start, param.shape, first, shard.device)
+        total += part_digest(read, box.start, param.shape, first, shard.device)
         first += param.numel()
     return _digest_text(sum(all_gather_plain(total)))
 
@@ -138,12 +138,12 @@ def files_digest(model: nn.Module, files: CheckpointFiles) -> str:
     total, first = 0, 0
     for name, param in base_params(model).items():
         whole = files.whole(name, param.shape).to(param.dtype)
-        total += _digest(whole, (0,) * param.ndim, param.shape, first, whole.device)
+        total += part_digest(whole, (0,) * param.ndim, param.shape, first, whole.device)
         first += param.numel()
     return _digest_text(total)
 
 
-def _digest(
+def part_digest(
     part: Tensor,
     start: Sequence[int],
     shape: Sequence[int],
@@ -156,7 +156,7 @@ def _digest(
     if part.shape[1:-1] != tuple(shape[1:-1]):  # the rows of each expert are divided
         pitch = math.prod(shape[1:])
         return sum(
-            _digest(matrix, start[1:], shape[1:], first + number * pitch, device)
+            part_digest(matrix, start[1:], shape[1:], first + number * pitch, device)
             for number, matrix in enumerate(part, start=start[0])
         )
     total, width = 0, shape[-1]

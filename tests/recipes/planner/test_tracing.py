@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memsaver.report import PAGE_POOL
 from recipes.planner.sizes import MIB
 from recipes.planner.tracing import PlannedDevice, PlannedSaver, PlannedTensor
 
@@ -118,7 +119,7 @@ def test_memory_on_a_tag_is_not_counted_as_torchs() -> None:
         grown = weight + moments[: 3 * MIB]
         assert saver.usage().torch_bytes == 20 * MIB and grown.shape == weight.shape
         saver.pause("optim", content="host", release="driver")
-        assert saver.take_usage().tags == {"optim": 0, "params": 20 * MIB}
+        assert saver.take_usage().tags == {"optim": 0, "params": 20 * MIB, PAGE_POOL: 0}
 
 
 def test_forward_and_backward_threads_have_workspaces_until_empty_cache() -> None:
