@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from memsaver import StateError
+from rollout.tag_names import KV_CACHE, WEIGHTS
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
@@ -23,6 +24,7 @@ from tests.helpers.trainer_bridge.verl_sides import (
     EngineHandle,
     model_config,
     rollout_config,
+    server_prefix,
     start_engine,
     trainer_engine,
 )
@@ -47,6 +49,7 @@ class Pair:
         self.path, self.kind = path, get_rollout_class("memsaver_vllm")
         self.engine = trainer_engine(self.model, model_config(path))
         self.rollout: Any = self.kind(rollout_config(), model_config(path), None)
+        assert server_prefix(self.rollout) == "memsaver_vllm_"
         self.rollout.server_handle = self.server
         self.server.wait()
 
@@ -91,12 +94,13 @@ def check_misfits(pair: Pair) -> None:
     with pytest.raises(ValueError, match="fsdp_config.offload_policy=False"):
         pair.sync(0)
     pair.engine.engine_config.offload_policy = False
-    pair.server.call("wake_up")
+    pair.server.call("wake_up", WEIGHTS)
     pair.engine.module = fully_shard(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="missing in the trainer"):
         pair.sync(0)
     pair.engine.module = pair.model
     assert_refuses(pair, "serves")
+    pair.server.call("wake_up", KV_CACHE)
     pair.server.call("sleep")
 
 
@@ -104,7 +108,7 @@ def check_updates(pair: Pair) -> None:
     """Compare three syncs, between sleeps of vLLM, with verl's own."""
     for number, (given, version) in enumerate([(None, 0), (1, 1), (1, 1)], start=1):
         pair.change()
-        pair.server.call("wake_up")
+        pair.server.call("wake_up", WEIGHTS)
         pair.sync(given)
         assert pair.server.call("state") == (number, version)
         assert pair.rollout.receipt.version == version
@@ -112,6 +116,7 @@ def check_updates(pair: Pair) -> None:
         gathered = [*pair.engine.get_per_tensor_param()[0]]
         for name, tensor in pair.server.call("load", gathered).items():
             assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        pair.server.call("wake_up", KV_CACHE)
         pair.server.call("sleep")
 
 
@@ -119,7 +124,7 @@ def check_failures(pair: Pair) -> None:
     """Expect a server that refuses requests after failures, and serves after a success."""
     with pytest.raises(StateError, match="tag weights is paused"):
         pair.sync(2)
-    pair.server.call("wake_up")
+    pair.server.call("wake_up", WEIGHTS)
     with pytest.raises(ValueError, match="version 0 is stale"):
         pair.sync(0)
     assert_refuses(pair, r"vLLM serves .*\[\(None, .*not version 0")

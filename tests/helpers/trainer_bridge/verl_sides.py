@@ -23,6 +23,9 @@ from tests.helpers.peers import Peer, server
 from tests.helpers.rollout.fused import FusedEngine
 from tests.helpers.trainer_bridge.other_trainers import use_verl
 
+server_prefix = operator.methodcaller("_get_server_name_prefix")
+"""Return the prefix of the names of a replica's servers, or of those that a rollout looks for."""
+
 
 class StandInWorker:
     """Stand-in for vLLM's `Worker`, into which vLLM injects an extension."""
@@ -59,6 +62,9 @@ class EngineSide:
         from trainer_bridge.verl.replica import InPlaceReplica, InPlaceServer
 
         assert RolloutReplicaRegistry.get("memsaver_vllm") is InPlaceReplica
+        made: Any = InPlaceReplica(replica, rollout_config(), None, gpus_per_node=1)
+        assert made.server_class.__ray_metadata__.class_name == "InPlaceServer"
+        assert server_prefix(made) == "memsaver_vllm_"
         self.server: Any = object.__new__(InPlaceServer)  # its __init__ needs a cluster
         kind = locate(operator.methodcaller("_get_worker_extension_cls")(self.server))
         assert not [key for key in vars(kind) if hasattr(StandInWorker, key) and key[:2] != "__"]
@@ -84,9 +90,8 @@ class EngineSide:
         saver = self.worker.fused.saver
         saver.pause(*saver.tags, content="discard")
 
-    def wake_up(self) -> None:
-        saver = self.worker.fused.saver
-        saver.resume(*saver.tags)
+    def wake_up(self, tag: str) -> None:
+        self.worker.fused.saver.resume(tag)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.worker.fused.model.tensors()  # type: ignore[no-any-return]
@@ -171,8 +176,7 @@ def rollout_config(**changes: Any) -> Any:
     """Return what verl's class reads of `actor_rollout_ref.rollout`."""
     from verl.workers.config import RolloutConfig
 
-    config = RolloutConfig(name="memsaver_vllm", tensor_model_parallel_size=1, **changes)
-    return config
+    return RolloutConfig(name="memsaver_vllm", tensor_model_parallel_size=1, **changes)
 
 
 def model_config(path: str, **changes: Any) -> Any:
