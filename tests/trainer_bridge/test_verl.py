@@ -36,9 +36,11 @@ pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="verl is not installed")
 class Pair:
     """One rank of verl's trainer, and its vLLM server in another process."""
 
-    def __init__(self, rank: int, calls: Any, wheels: str, folder: str, path: str) -> None:
+    def __init__(
+        self, rank: int, calls: Any, wheels: str, folder: str, path: str, size: int
+    ) -> None:
         self.server = EngineHandle(calls)
-        os.environ.update(RANK=str(rank), RAY_LOCAL_WORLD_SIZE="1")
+        os.environ.update(RANK=str(rank), RAY_LOCAL_WORLD_SIZE=str(size))
         use_verl(Path(wheels), Path(folder) / f"trainer-{rank}")
         from verl.workers.rollout.base import get_rollout_class
 
@@ -48,7 +50,9 @@ class Pair:
         fully_shard(self.model)
         self.path, self.kind = path, get_rollout_class("memsaver_vllm")
         self.engine = trainer_engine(self.model, model_config(path))
-        self.rollout: Any = self.kind(rollout_config(), model_config(path), None)
+        config = rollout_config(tensor_model_parallel_size=size)
+        self.rollout: Any = self.kind(config, model_config(path), None)
+        vars(self.rollout)["_has_server"] = True  # verl has one server for all workers
         assert server_prefix(self.rollout) == "memsaver_vllm_"
         self.rollout.server_handle = self.server
         self.server.wait()
@@ -64,7 +68,7 @@ class Pair:
                 param.add_(0.25)
 
 
-def rank_syncs(rank: int, calls: list[Any], *args: str) -> str:
+def rank_syncs(rank: int, calls: list[Any], *args: Any) -> str:
     pair = Pair(rank, calls[rank], *args)
     if len(calls) == 1:
         check_misfits(pair)
@@ -128,6 +132,10 @@ def check_failures(pair: Pair) -> None:
     with pytest.raises(ValueError, match="version 0 is stale"):
         pair.sync(0)
     assert_refuses(pair, r"vLLM serves .*\[\(None, .*not version 0")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no luck"):
+        patch.setattr("trainer_bridge.sync.weight_sync.Writer.start", fail)
+        pair.sync(2)
+    assert_refuses(pair, r"\(None, 'paused: kv_cache .*weights undefined: OSError: no luck")
     pair.sync(2)
     with pytest.raises(RuntimeError, match="'InPlaceServer' object has no attribute"):
         pair.server.call("generate")  # verl's own method, without its __init__
@@ -136,19 +144,25 @@ def check_failures(pair: Pair) -> None:
         pair.sync(3)
 
 
+def fail(*_: Any) -> None:
+    raise OSError("no luck")
+
+
 def assert_refuses(pair: Pair, reason: str) -> None:
     with pytest.raises(RuntimeError, match=f"cannot generate: the last weight update .*{reason}"):
         pair.server.call("generate")
 
 
-def run_pairs(count: int, folder: Path, run: Any) -> list[Any]:
-    """Run a function in each rank of a trainer, which has its own vLLM, and return the results."""
+def run_pairs(count: int, folder: Path, size: int = 1) -> list[Any]:
+    """Run `rank_syncs` in the ranks of a trainer; every `size` ranks share one vLLM."""
     assert WHEEL.folder is not None
     save_tiny(folder / "model", "qwen2", tie_word_embeddings=True)
-    args = str(WHEEL.folder.parent), str(folder), str(folder / "model")
+    args = str(WHEEL.folder.parent), str(folder), str(folder / "model"), size
     engines = [start_engine(*args, rank) for rank in range(count)]
     try:
-        ranks = start_ranks(run, count, folder / "meet", [calls for _, calls in engines], *args)
+        ranks = start_ranks(
+            rank_syncs, count, folder / "meet", [calls for _, calls in engines], *args
+        )
         return results(ranks)
     finally:
         for engine, calls in engines:
@@ -157,12 +171,13 @@ def run_pairs(count: int, folder: Path, run: Any) -> list[Any]:
 
 
 def test_sync_writes_the_same_weights_as_verl(tmp_path: Path) -> None:
-    assert run_pairs(1, tmp_path, rank_syncs) == ["ShardedEngine InPlaceRollout"]
+    assert run_pairs(1, tmp_path) == ["ShardedEngine InPlaceRollout"]
 
 
 @pytest.mark.extended
-def test_two_ranks_write_into_both_engines(tmp_path: Path) -> None:
-    assert run_pairs(2, tmp_path, rank_syncs) == ["ShardedEngine InPlaceRollout"] * 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_ranks_write_into_all_workers(tmp_path: Path, size: int) -> None:
+    assert run_pairs(2, tmp_path, size) == ["ShardedEngine InPlaceRollout"] * 2
 
 
 def test_entry_point_is_a_module_because_verl_calls_nothing() -> None:

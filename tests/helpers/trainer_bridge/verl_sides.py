@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig
 
@@ -30,34 +31,40 @@ server_prefix = operator.methodcaller("_get_server_name_prefix")
 class StandInWorker:
     """Stand-in for vLLM's `Worker`, into which vLLM injects an extension."""
 
-    def __init__(self, path: str) -> None:
-        self.fused = FusedEngine(AutoConfig.from_pretrained(path), "cpu", normed=False, biased=True)
-        config = SimpleNamespace(
+    def __init__(self, path: str, local_rank: int, group: dist.ProcessGroup | None) -> None:
+        config = AutoConfig.from_pretrained(path)
+        self.fused = FusedEngine(config, "cpu", normed=False, biased=True, group=group)
+        settings = SimpleNamespace(
             model_config=SimpleNamespace(model=path),
             parallel_config=None,
             speculative_config=None,
         )
         self.model_runner = SimpleNamespace(
             model=self.fused.model,
-            vllm_config=config,
+            vllm_config=settings,
             post_kv_cache_wake_up=self.fused.refill_kv_state,
         )
-        self.local_rank = 0
+        self.local_rank = local_rank
 
     def get_model(self) -> nn.Module:
         return self.fused.model
 
 
 class EngineSide:
-    """A server of the rollout, from verl's wheel, and the one worker of its engine."""
+    """A server of the rollout, from verl's wheel, and one worker of its engine.
 
-    def __init__(self, wheels: str, folder: str, path: str, replica: int) -> None:
-        use_verl(Path(wheels), Path(folder) / f"engine-{replica}")
+    `size` engines in a row share a model by tensor parallelism. Each has a server of its own.
+    """
+
+    def __init__(self, wheels: str, folder: str, path: str, size: int, rank: int) -> None:
+        use_verl(Path(wheels), Path(folder) / f"engine-{rank}")
+        replica = rank // size
         os.environ.update(
             VERL_REPLICA_RANK=str(replica), VERL_RAY_JOB_ID=f"job-{Path(folder).name}"
         )
         from verl.workers.rollout.replica import RolloutReplicaRegistry
         from vllm import device_allocator
+        from vllm.distributed import parallel_state
 
         from trainer_bridge.verl.replica import InPlaceReplica, InPlaceServer
 
@@ -69,7 +76,13 @@ class EngineSide:
         kind = locate(operator.methodcaller("_get_worker_extension_cls")(self.server))
         assert not [key for key in vars(kind) if hasattr(StandInWorker, key) and key[:2] != "__"]
         self.worker = object.__new__(type("Worker", (StandInWorker, kind), {}))
-        StandInWorker.__init__(self.worker, path)
+        group = None
+        if size > 1:
+            store = dist.FileStore(f"{folder}/engines", size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            parallel_state.share_engines(size)
+            group = parallel_state.get_tp_group().cpu_group
+        StandInWorker.__init__(self.worker, path, rank % size, group)
         device_allocator.instance = SimpleNamespace(saver=self.worker.fused.saver)
         self.resets = 0
         self.server.node_rank, self.server.engine = 0, self
@@ -176,7 +189,8 @@ def rollout_config(**changes: Any) -> Any:
     """Return what verl's class reads of `actor_rollout_ref.rollout`."""
     from verl.workers.config import RolloutConfig
 
-    return RolloutConfig(name="memsaver_vllm", tensor_model_parallel_size=1, **changes)
+    fixed = {"name": "memsaver_vllm", "tensor_model_parallel_size": 1}
+    return RolloutConfig(**fixed | changes)
 
 
 def model_config(path: str, **changes: Any) -> Any:
