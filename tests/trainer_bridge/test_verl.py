@@ -98,6 +98,10 @@ def check_misfits(pair: Pair) -> None:
     with pytest.raises(ValueError, match="fsdp_config.offload_policy=False"):
         pair.sync(0)
     pair.engine.engine_config.offload_policy = False
+    moved: list[Any] = []
+    vars(pair.engine).update(_is_offload_param=True, to=lambda *args, **_: moved.append(args))
+    assert pair.engine.get_per_tensor_param()[0].module() is pair.model and moved == [("cuda",)]
+    vars(pair.engine).update(_is_offload_param=False)
     pair.server.call("wake_up", WEIGHTS)
     pair.engine.module = fully_shard(torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="missing in the trainer"):
