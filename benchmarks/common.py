@@ -10,7 +10,8 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -234,13 +235,9 @@ def others_write(scale: Scale, nbytes: int | None) -> None:
     torch.cuda.empty_cache()
 
 
-def rise_of(device: torch.device, run: Run) -> int:
-    """Return the rise of a GPU's used bytes during a run, sampled every 0.5 ms; 0 on the CPU."""
-    if device.type != "cuda":
-        run()
-        return 0
-    settle(device)
-    torch.cuda.empty_cache()
+@contextmanager
+def watched(device: torch.device) -> Iterator[list[int]]:
+    """Sample a GPU's used bytes every 0.5 ms in the block, from its first statement on."""
     used, done = list[int](), threading.Event()
 
     def look() -> None:
@@ -254,11 +251,22 @@ def rise_of(device: torch.device, run: Run) -> int:
     try:
         while not used:
             time.sleep(1e-3)
-        run()
-        settle(device)
+        yield used
     finally:
         done.set()
         thread.join()
+
+
+def rise_of(device: torch.device, run: Run) -> int:
+    """Return the rise of a GPU's used bytes during a run; 0 on the CPU."""
+    if device.type != "cuda":
+        run()
+        return 0
+    settle(device)
+    torch.cuda.empty_cache()
+    with watched(device) as used:
+        run()
+        settle(device)
     return max(used) - used[0]
 
 

@@ -19,7 +19,12 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 ALONE = {
     "cuda": ["memsaver/memory/cuda.py", "memsaver/system/gpu_processes.py"],
     "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
-    "ray": ["rollout/actor_base.py", "trainer_bridge/coordinator.py", "trainer_bridge/remote/"],
+    "ray": [
+        "rollout/actor_base.py",
+        "trainer_bridge/coordinator.py",
+        "trainer_bridge/remote/",
+        "trainer_bridge/verl/replica.py",
+    ],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "huggingface_hub": ["rollout/model/loading.py"],
     "omegaconf": ["recipes/"],
@@ -27,6 +32,8 @@ ALONE = {
     "torch.distributed.fsdp": ["trainer_bridge/"],
     "unittest": [],  # a mock in the product shows that an interface is missing
 }
+# The command, and the module that verl imports, stand above all packages.
+ABOVE_ALL = {"memsaver/__main__.py", "memsaver/compat/verl_plugin.py"}
 FOR_ALL = {("memsaver", "ops"), ("memsaver", "system")}
 FOREIGN_MODULES = {"os", "torch", "_python_dispatch"}  # their private names may be used
 FOREIGN_NAMES = {"_local_tensor"}  # of torch's DTensor
@@ -64,7 +71,7 @@ def starts(module: str, package: str) -> bool:
 
 def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
     package = CHAIN.index(file.split("/")[0])
-    if file == "memsaver/__main__.py":  # the command, which stands above all packages
+    if file in ABOVE_ALL:
         return
     for module in imports(node):
         for later in CHAIN[package + 1 :]:

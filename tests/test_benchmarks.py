@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
 import recipes
-from benchmarks import bench_losses, bench_sync, common, gate
+from benchmarks import bench_losses, bench_sync, bench_verl, common, gate
 from recipes.errors import RecipeError
+from tests.helpers.rollout.package_names import Wheel
 
 # The arguments of each script, and names in its saved results.
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
@@ -100,6 +105,34 @@ def test_losses_are_drawn_from_finished_runs_when_another_run_fails(
 def test_keys_of_losses_fit_recipe(recipe: str, case: str) -> None:
     settings = bench_losses.settings_of(case, ["steps=2"], recipes.load(recipe))
     assert recipes.load(recipe, settings).steps == 2
+
+
+VERL = Wheel("verl")
+
+
+@pytest.mark.skipif(VERL.may_skip, reason="verl is not installed")
+def test_verl_has_every_key_that_its_benchmark_sets(tmp_path: Path) -> None:
+    assert VERL.folder is not None
+    path = VERL.folder / "trainer/config/_generated_ppo_trainer.yaml"
+    known = OmegaConf.to_container(OmegaConf.load(path))
+    args = argparse.Namespace(out=tmp_path, steps=3)
+    keys = [setting.partition("=")[0] for setting in bench_verl.keys("memsaver", args)]
+    added = "+actor_rollout_ref.model.override_config.attn_implementation"
+    assert [key for key in keys if not has_key(known, key)] == [added]
+
+
+def has_key(config: Any, key: str) -> bool:
+    first, _, rest = key.partition(".")
+    return first in config and (not rest or has_key(config[first], rest))
+
+
+def test_verl_benchmark_writes_a_model_whose_tokenizer_has_a_chat_template(tmp_path: Path) -> None:
+    args = argparse.Namespace(out=tmp_path, tiny=True, shape="qwen2.5-0.5b")
+    bench_verl.write_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    message = [{"role": "user", "content": "write a"}]
+    tokens = tokenizer.apply_chat_template(message, tokenize=True, return_dict=False)
+    assert tokenizer.decode(tokens) == "write a\n" and len(tokens) == 8
 
 
 def test_gate_names_ratios_that_are_slower_beyond_their_noise() -> None:

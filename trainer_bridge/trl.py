@@ -11,10 +11,7 @@ from torch import Tensor
 
 from memsaver.memory import empty_torch_cache
 from rollout.hosted import HostedRollout, VllmEngine
-from rollout.model import stored_buffers
-from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync
-
-_WRAPPED = "_checkpoint_wrapped_module."
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync, named_tensors
 
 
 class InPlaceSync:
@@ -47,9 +44,7 @@ class InPlaceSync:
 
         accelerate replaces the parameters when training begins.
         """
-        model = self._generation.model
-        named = dict(model.named_parameters()) | stored_buffers(model)
-        params = {name.replace(_WRAPPED, ""): param for name, param in named.items()}
+        params = named_tensors(self._generation.model)
         ids = [id(param) for param in params.values()]
         if self._sync is None or ids != self._ids:
             _check_sharding(self._generation.accelerator)

@@ -23,6 +23,7 @@ from memsaver.memory.backend import Backend
 from memsaver.memory.page_pool import imports
 from memsaver.sharing import rpc
 from memsaver.system.devices import device_key
+from memsaver.system.sockets import credentials
 from memsaver.system.threads import forkable
 
 _CONNECT_SECONDS = 5.0
@@ -44,7 +45,7 @@ class Owner:
         try:
             # Waits while other users' connections fill the queue of a stopped owner.
             connection.connect("\0" + socket_name)
-            _, uid = rpc.credentials(connection)
+            _, uid = credentials(connection)
             # Another user's saver would not answer. Another user's process may also have taken a
             # dead saver's name to collect tokens.
             if uid != os.getuid():

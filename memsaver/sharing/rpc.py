@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from memsaver.errors import MemSaverError
+from memsaver.system.sockets import credentials
 from memsaver.system.threads import forkable
 
 _FDS = 200  # descriptors in a message; the kernel accepts 253
@@ -246,18 +247,6 @@ def close_all(fds: Sequence[int]) -> None:
 def send_timeout(seconds: float) -> bytes:
     """Pack the value of SO_SNDTIMEO, which unlike Python's timeout does not limit receiving."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id of the peer.
-
-    For a connecting socket, these are the ids of the process that listens.
-    """
-    size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    )
-    return pid, uid
 
 
 def _forget_in_child() -> None:

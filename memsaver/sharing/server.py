@@ -29,6 +29,7 @@ from memsaver.sharing import rpc
 from memsaver.sharing.hand_over import gives_for, hand_over
 from memsaver.sharing.lease import TIMEOUT_SECONDS
 from memsaver.system.interrupts import deliver
+from memsaver.system.sockets import credentials
 from memsaver.system.threads import forkable
 from memsaver.tag.arena import Arena
 from memsaver.tag.tickets import PoolTicket, Ticket
@@ -213,7 +214,7 @@ class ShareServer:
                     return  # closed
                 time.sleep(_SCARCE_SECONDS)
                 continue
-            if rpc.credentials(connection)[1] != os.getuid():
+            if credentials(connection)[1] != os.getuid():
                 connection.close()  # another user's connection gets no thread
                 continue
             link = Link()

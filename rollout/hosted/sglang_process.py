@@ -14,7 +14,6 @@ import functools
 import importlib
 import multiprocessing
 import os
-import pickle
 import signal
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ import memsaver.compat
 from memsaver import MemorySaver, StateError
 from memsaver.compat import require
 from rollout.actor_base import ActorBase
+from rollout.hosted import channel
 from rollout.hosted.base import HostedEngine, HostedRollout, OnStep, Prompts, Request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
@@ -86,9 +86,9 @@ class SglangEngine:
         scheduler has ended.
         """
         try:
-            self._channel.send_bytes(pickle.dumps((method, args, kwargs)))
+            channel.send_call(self._channel, method, args, kwargs)
             self._io.sock_send(self.engine.send_to_rpc, self._io.RpcReqInput(method=ANSWER))
-            good, answer = pickle.loads(self._channel.recv_bytes())
+            good, answer = channel.receive_answer(self._channel)
         except (EOFError, OSError) as error:
             raise _ended_error() from error
         self._io.sock_recv(self.engine.send_to_rpc)
@@ -214,33 +214,24 @@ def _require_one(options: dict[str, Any]) -> None:
             raise ValueError(f"{name}={options[name]}: one scheduler must have all weights; use 1")
 
 
-def run_scheduler(channel: Connection, *args: Any, **kwargs: Any) -> None:
-    """Run SGLang's `run_scheduler_process` with memory on tags and calls from `channel`."""
+def run_scheduler(calls: Connection, *args: Any, **kwargs: Any) -> None:
+    """Run SGLang's `run_scheduler_process` with memory on tags and calls from `calls`."""
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     memsaver.compat.hook_sglang()
     module = importlib.import_module(_SCHEDULER)
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-    own = answering(module.Scheduler, channel)
+    own = answering(module.Scheduler, calls)
     hooks.HookRegistry.register(f"{_SCHEDULER}.Scheduler", own, hooks.HookType.REPLACE)
     module.run_scheduler_process(*args, **kwargs)
 
 
-def answering(scheduler: type, channel: Connection) -> type:
-    """Return a subclass of SGLang's scheduler that answers calls.
-
-    Its method `answer_memsaver` receives (method, args, kwargs) from `channel`, and sends
-    (True, result) or (False, error).
-    """
+def answering(scheduler: type, calls: Connection) -> type:
+    """Return a subclass of SGLang's scheduler whose method `answer_memsaver` answers one call."""
 
     def answer_memsaver(self: Any) -> None:
         if not hasattr(self, "memsaver_side"):
             self.memsaver_side = SchedulerSide(self)
-        method, args, kwargs = pickle.loads(channel.recv_bytes())
-        try:
-            answer = True, self.memsaver_side.call(method, *args, **kwargs)
-        except Exception as error:
-            answer = False, error
-        channel.send_bytes(pickle.dumps(answer))
+        channel.answer_call(calls, self.memsaver_side)
 
     return type("Scheduler", (scheduler,), {ANSWER: answer_memsaver})
 

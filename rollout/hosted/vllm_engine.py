@@ -37,12 +37,55 @@ _BEHIND = {
 }
 
 
-class VllmEngine(HostedEngine):
-    """A `vllm.LLM` whose worker is in this process."""
+class VllmWorker(HostedEngine):
+    """A worker of vLLM, in the worker's process.
+
+    The worker does not have the prefix cache. Its owner resets the cache after every update.
+    """
 
     name = "vLLM"
     experts_option = "moe_backend"
     graphs_need_content = True
+
+    def __init__(self, worker: Any) -> None:
+        """Wrap a worker of an engine with `enable_sleep_mode`.
+
+        A StateError says that its memory is not on memsaver's tags.
+        """
+        places = importlib.import_module("vllm.device_allocator")
+        self.allocator: Any = places.get_mem_allocator_instance()
+        if not hasattr(self.allocator, "saver"):
+            raise StateError(
+                "vLLM uses its own allocator instead of memsaver's tags; start the program with "
+                "VLLM_PLUGINS=memsaver"
+            )
+        self.saver = self.allocator.saver
+        self.worker = worker
+        self.model = worker.get_model()
+        if several_ranks():
+            place = importlib.import_module("vllm.distributed.parallel_state")
+            ranks: Any = place.get_tp_group()
+            self.group = ranks.cpu_group if ranks.world_size > 1 else None
+
+    def tags_behind(self, tag: str) -> list[str]:
+        return [name for name in _BEHIND[tag] if name in self.saver.tags]
+
+    def is_plain(self, module: nn.Module) -> bool:
+        method = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        plain = type(method).__name__ in _PLAIN_METHODS or backend in _PLAIN_EXPERTS
+        return (method is None or plain) and type(module).__name__ != "MLAAttention"
+
+    def reset_prefix_cache(self) -> None:
+        return
+
+    def refill_kv_state(self) -> None:
+        """Rebuild tables of addresses and scales of an fp8 cache, as vLLM does after a wake-up."""
+        self.worker.model_runner.post_kv_cache_wake_up()
+
+
+class VllmEngine(VllmWorker):
+    """A `vllm.LLM` whose worker is in this process."""
 
     def __init__(self, llm: Any) -> None:
         """Wrap a `vllm.LLM` with `enable_sleep_mode`.
@@ -52,20 +95,7 @@ class VllmEngine(HostedEngine):
         import vllm
 
         self.vllm, self.llm = vllm, llm
-        places = importlib.import_module("vllm.device_allocator")
-        self.allocator: Any = places.get_mem_allocator_instance()
-        if not hasattr(self.allocator, "saver"):
-            raise StateError(
-                "vLLM uses its own allocator instead of memsaver's tags; start the program with "
-                "VLLM_PLUGINS=memsaver"
-            )
-        self.saver = self.allocator.saver
-        self.worker: Any = llm.collective_rpc(lambda worker: worker)[0]
-        self.model = self.worker.get_model()
-        if several_ranks():
-            place = importlib.import_module("vllm.distributed.parallel_state")
-            ranks: Any = place.get_tp_group()
-            self.group = ranks.cpu_group if ranks.world_size > 1 else None
+        super().__init__(llm.collective_rpc(lambda worker: worker)[0])
 
     @classmethod
     def start(cls, path: str | Path, options: dict[str, Any]) -> Self:
@@ -85,22 +115,9 @@ class VllmEngine(HostedEngine):
         with _launched() as more:
             return cls(vllm.LLM(model=str(path), enable_sleep_mode=True, **more, **options))
 
-    def tags_behind(self, tag: str) -> list[str]:
-        return [name for name in _BEHIND[tag] if name in self.saver.tags]
-
-    def is_plain(self, module: nn.Module) -> bool:
-        method = getattr(module, "quant_method", None)
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
-        plain = type(method).__name__ in _PLAIN_METHODS or backend in _PLAIN_EXPERTS
-        return (method is None or plain) and type(module).__name__ != "MLAAttention"
-
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise StateError("vLLM's requests use keys of the present weights; let them finish")
-
-    def refill_kv_state(self) -> None:
-        """Rebuild tables of addresses and scales of an fp8 cache, as vLLM does after a wake-up."""
-        self.worker.model_runner.post_kv_cache_wake_up()
 
     def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
         """Answer the prompts. After an error, no request is left in the engine.

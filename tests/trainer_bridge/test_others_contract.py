@@ -29,7 +29,11 @@ WORDS = {
         "if weight_transfer_backend not in {None, VERL_DELTA_WEIGHT_TRANSFER_BACKEND}:",
         '"worker_extension_cls": self._get_worker_extension_cls(),',
         "            **engine_kwargs,",
+        "prefix = self._get_server_name_prefix()",
+        "server = self.server_class.options(",
+        "        await self.engine.collective_rpc(\n            method=method,",
     ],
+    "single_controller/ray/base.py": ['"RANK": str(rank),'],
     "workers/rollout/vllm_rollout/vllm_rollout.py": ["BucketedWeightSender("],
     "workers/rollout/sglang_rollout/async_sglang_server.py": ['"enable_memory_saver": True'],
     "workers/engine_workers.py": [
@@ -40,7 +44,7 @@ WORDS = {
     "workers/rollout/base.py": ["_ROLLOUT_REGISTRY = {"],
     "workers/rollout/replica.py": ["def register(cls, name: str, loader:"],
     "workers/engine/base.py": ["class EngineRegistry:", 'os.getenv("VERL_ENGINE_VENDOR")'],
-    "__init__.py": ['_entry_points(group="verl.plugins")'],
+    "__init__.py": ['_entry_points(group="verl.plugins")', "            _ep.load()\n"],
     "trainer/main_ppo.py": ['ray_init_kwargs.get("runtime_env", {})', "OmegaConf.merge("],
 }
 

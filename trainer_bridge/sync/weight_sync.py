@@ -48,6 +48,7 @@ from trainer_bridge.sync.writer import (
 )
 
 T = TypeVar("T")
+_WRAPPED = "_checkpoint_wrapped_module."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +384,7 @@ def module_sync(
         SyncError: Another rank failed; the text names it.
     """
     module = params
-    shards = Shards(lambda: _named(module) if isinstance(module, nn.Module) else module)
+    shards = Shards(lambda: named_tensors(module) if isinstance(module, nn.Module) else module)
     sync = WeightSync(
         shards.described(),
         shards.tensors,
@@ -401,8 +402,10 @@ def module_sync(
     return sync
 
 
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | stored_buffers(module)
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and stored buffers, without the names of checkpoint wrappers."""
+    named = dict(module.named_parameters()) | stored_buffers(module)
+    return {name.replace(_WRAPPED, ""): tensor for name, tensor in named.items()}
 
 
 def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:

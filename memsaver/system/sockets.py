@@ -1,0 +1,18 @@
+"""Questions to the kernel about the other end of a local socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id of the peer.
+
+    For a connecting socket, these are the ids of the process that listens.
+    """
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return pid, uid

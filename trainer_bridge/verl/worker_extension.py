@@ -1,0 +1,69 @@
+"""The side of vLLM's workers in a weight update: a rollout over the worker's model.
+
+A trainer rank calls its methods over a socket, because verl's `collective_rpc` discards answers.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from rollout.actor_base import ActorBase
+from rollout.hosted import HostedRollout, VllmWorker, channel
+from rollout.weights import WeightLayout
+from trainer_bridge.verl.names import socket_name
+
+
+class WorkerSide(ActorBase):
+    """The worker's end of the channel; `held` is a rollout over its model, built on first use."""
+
+    held: HostedRollout
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def weight_layout(self) -> WeightLayout:
+        """Return where the weights lie; a ValueError names one that cannot be written in place."""
+        if not hasattr(self, "held"):
+            path = self._worker.model_runner.vllm_config.model_config.model
+            self.held = HostedRollout(VllmWorker(self._worker), path)
+        return self.held.weight_layout()
+
+    def serve(self, calls: Connection) -> None:
+        """Answer calls until the trainer closes the connection."""
+        with calls:
+            while True:
+                try:
+                    channel.answer_call(calls, self)
+                except (EOFError, ConnectionError):
+                    return
+
+    def outcome(self) -> tuple[int | None, str | None]:
+        """Return the version of the weights; None and the reason while they are undefined."""
+        if not hasattr(self, "held"):
+            return None, "the trainer did not begin a weight update"
+        version = self.held.served_version()
+        return version, None if version is not None else self.held.unavailable_reason()
+
+
+class InPlaceWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's extension of vLLM's workers, with weight updates in place."""
+
+    _memsaver_side: WorkerSide | None = None
+
+    def memsaver_update(self) -> tuple[int | None, str | None]:
+        """Serve one update by this worker's trainer rank, and return `WorkerSide.outcome`.
+
+        A ValueError names what verl trains besides the model and would not be updated.
+        """
+        if self._use_mtp_drafter_weight_sync():
+            raise ValueError(
+                "in-place sync does not update MTP drafters; set "
+                "actor_rollout_ref.model.mtp.enable_rollout=False, or use rollout.name=vllm"
+            )
+        if self._memsaver_side is None:
+            self._memsaver_side = WorkerSide(self)
+        self._memsaver_side.serve(channel.connect(socket_name(self._get_zmq_handle())))
+        return self._memsaver_side.outcome()
