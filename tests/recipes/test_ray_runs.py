@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from tests.helpers.dying_actors import dying_trainer, wait_gone
-from tests.helpers.dying_engines import dying_engine
+from tests.helpers.dying_actors import dying_engine, dying_trainer, wait_gone
 from tests.helpers.exports import contents
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.recipes.tiny_runs import (

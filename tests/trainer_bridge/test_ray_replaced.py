@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
-from tests.helpers.dying_actors import wait_gone
-from tests.helpers.dying_engines import dying_engine
+from tests.helpers.dying_actors import dying_engine, wait_gone
 from tests.helpers.memory import family_bytes
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
