@@ -584,3 +584,8 @@ class ClusterSection:
         """Return the number of engine ranks of all machines."""
         own = self.n_gpus_per_node if self.colocate else 0
         return self.nnodes * (own + self.rollout_gpus)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks of both sides on a machine."""
+        return self.n_gpus_per_node + self.engine_ranks // self.nnodes

@@ -19,7 +19,7 @@ from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.load import explain
-from recipes.config.models import SAVED, ClusterSection
+from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe, switching
 from recipes.errors import RecipeError, shown
 from recipes.logs.run_folder import ROLLOUT_GPU
@@ -284,8 +284,8 @@ def _of_device_and_host(
     tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
     asleep = engine.weights if recipe.engine.sleep_level == 1 and cluster.colocate else 0
     host = cluster.n_gpus_per_node * (sum(saved.values()) + run.host + asleep)
-    tiers = cluster.engine_ranks // cluster.nnodes * tier
-    return tuple(stages), host + tiers + _processes(cluster) * PROCESS_HOST
+    host += cluster.engine_ranks // cluster.nnodes * tier
+    return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
 
 def _always_awake(engine: EngineSizes, card: Gpu) -> tuple[StagePlan, ...]:
@@ -305,11 +305,6 @@ def _always_awake(engine: EngineSizes, card: Gpu) -> tuple[StagePlan, ...]:
     )
 
 
-def _processes(cluster: ClusterSection) -> int:
-    """Return the number of ranks of both sides on one machine."""
-    return cluster.n_gpus_per_node + cluster.engine_ranks // cluster.nnodes
-
-
 def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]:
     """Return the GPU with all bytes outside of tags as its contexts, and a note for the plan."""
     card = card._replace(contexts=outside_of(card, measured))
@@ -321,7 +316,7 @@ def _host_room(recipe: Recipe) -> float | None:
     """Return the bytes that processes may take of a machine: their own and the pinnable share."""
     if recipe.cluster.host_gib is None:
         return None
-    own = PROCESS_HOST * _processes(recipe.cluster)
+    own = PROCESS_HOST * recipe.cluster.ranks_per_node
     usable = (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
     return own + pinned_arena.SHARE * (usable - own)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
-from tests.helpers.dying_actors import dying_engine, wait_gone
+from tests.helpers.dying_actors import dying_engine, killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
@@ -73,10 +73,12 @@ def pids(rollout: Any) -> list[int]:
     return [rank.call("pid") for rank in rollout.each()]
 
 
-def two_rounds(replaced: Replaced, sides: Any, victim: int, expected: list[Any]) -> list[list[int]]:
+def two_rounds(
+    replaced: Replaced, sides: Any, victim: int, expected: list[Any], **how: Any
+) -> list[list[int]]:
     """Lose an engine while it generates, and another one before the next sync."""
     trainer, rollout = sides
-    cycle, held = Cycle(trainer, rollout), [pids(rollout)]
+    cycle, held = Cycle(trainer, rollout, **how), [pids(rollout)]
     assert set(cycle.to_rollout(1).digests) == {expected[0][0]}
     assert tokens(rollout) == expected[0][1], "without a loss"
     replaced.flag.touch()
@@ -113,12 +115,13 @@ def test_engine_apart_is_replaced_while_the_other_one_keeps_its_answers(
     until(lambda: family_bytes("cpu") <= before)
 
 
+@pytest.mark.parametrize("alias", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_only_engine_is_replaced_on_the_trainers_device(
-    expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
+    alias: bool, expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
 ) -> None:
     before = family_bytes("cpu")
-    with replaced.open(model_path) as sides:
-        first, second, third = two_rounds(replaced, sides, 0, expected)
+    with replaced.open(model_path, alias=alias) as sides:
+        first, second, third = two_rounds(replaced, sides, 0, expected, alias=alias)
         assert len({*first, *second, *third}) == 3
         assert replaced.seen == [(1, "rollout"), (2, "rollout")]
         assert sides[0].report().committed_bytes > 0 == sides[1].report().committed_bytes
@@ -143,4 +146,20 @@ def test_all_ranks_of_a_tensor_parallel_engine_are_replaced_together(
         cycle.to_train()
         assert not any(rank.report().committed_bytes for rank in sides[1].each())
     wait_gone([*first, *second])
+    ray_cluster.wait_free()
+
+
+@pytest.mark.extended
+def test_engine_killed_while_it_is_written_is_replaced_and_the_sync_repeated(
+    expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
+) -> None:
+    """Kill the engine apart from inside one of two trainer ranks."""
+    placed = {"devices": 2, "rollout_devices": 1, "trainer_actor": killing_trainer()}
+    with replaced.open(model_path, **placed) as sides:
+        first = pids(sides[1])
+        sides[0].each()[0].call("kill_in_sync", first[2])
+        receipt = Cycle(*sides).to_rollout(1)
+        assert receipt.digests == (expected[0][0],) * 3
+        assert replaced.seen == [(1, "rollout[2]")] and pids(sides[1])[:2] == first[:2]
+        assert tokens(sides[1]) == expected[0][1]
     ray_cluster.wait_free()
