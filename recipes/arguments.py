@@ -11,16 +11,18 @@ from recipes.loop import Loop
 from recipes.ppo import PpoLoop
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
+from rollout.tag_names import TAGS as ENGINE_TAGS
 from trainer_bridge import LoraConfig, PolicyLoss, TrainerConfig, open_inprocess, open_ray
-from trainer_bridge.coordinator import Stage
+from trainer_bridge.coordinator import OnReplaced, Stage
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 
 
-def open_pair(setup: Setup, stage: Stage) -> AbstractContextManager[Any]:
+def open_pair(setup: Setup, stage: Stage, on_replaced: OnReplaced) -> AbstractContextManager[Any]:
     """Open the recipe's trainer and rollout, which live inside the block.
 
-    Each part of the opening runs in a block of `stage`.
+    Each part of the opening runs in a block of `stage`. `on_replaced` is called for each engine
+    that is lost and replaced.
     """
     config = trainer_config(setup)
     arguments = engine_arguments(setup)
@@ -30,15 +32,19 @@ def open_pair(setup: Setup, stage: Stage) -> AbstractContextManager[Any]:
     # Start the cluster of one machine here; a larger one must be running.
     address = "auto" if cluster.nnodes > 1 else None
     places: Any = {"devices": cluster.n_gpus_per_node, "nodes": cluster.nnodes, "address": address}
+    places |= {"rollout_devices": cluster.rollout_gpus, "colocate": cluster.colocate}
     places |= {"timeout": cluster.call_timeout, "alias": alias, "stage": stage}
+    restarts = 0 if setup.recipe.engine.hosted else cluster.max_engine_restarts
+    places |= {"max_engine_restarts": restarts, "on_replaced": on_replaced}
     return open_ray(config, arguments, **places)
 
 
 def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the keyword arguments of `Cycle` for a recipe whose switch is decided."""
+    apart = [] if recipe.cluster.colocate else ENGINE_TAGS  # these engines never sleep
     return {
         "sleep_level": recipe.engine.sleep_level,
-        "resident": recipe.cycle.resident,
+        "resident": {*recipe.cycle.resident, *apart},
         "overlap": recipe.cycle.overlap,
         "alias": recipe.cycle.alias == "always",
         "hand_over": recipe.cycle.hand_over == "always",

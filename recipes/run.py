@@ -201,7 +201,8 @@ def _attempt(
             hosted = setup.recipe.engine.hosted
             setup = setup if hosted else _with_switch_decided(setup, folder, monitor)
             with monitor.stage("build"):
-                trainer, rollout = stack.enter_context(open_pair(setup, monitor.stage))
+                pair = open_pair(setup, monitor.stage, monitor.replaced)
+                trainer, rollout = stack.enter_context(pair)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
             first, drawn = 1, 0
@@ -269,7 +270,10 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
     hand_over = cycle.hand_over == "auto" and not switch.overlap
     if setup.device == "cpu" and auto:
         stays = recipe.resident_tags()
-        line = f"stays: {', '.join(stays)}; a CPU uses host memory, so moving tags gains nothing"
+        why = "a CPU uses host memory, so moving tags gains nothing"
+        if not recipe.cluster.colocate:
+            why = "no engine shares a device with the trainer (cluster.colocate=false)"
+        line = f"stays: {', '.join(stays)}; {why}"
         return switch._replace(resident=stays, lines=[line])
     if setup.device == "cpu" or not (auto or overlap or hand_over):
         return switch

@@ -412,6 +412,20 @@ BUGS = [
         "held + usage.torch_peak_bytes",
         "held + usage.torch_bytes",
     ),
+    Bug(
+        "an engine belongs to a trainer rank of another machine",
+        "trainer_bridge/remote/placement.py",
+        "trainer_bridge/test_coordinator.py",
+        "node * self.devices + index % self.devices",
+        "index % self.devices",
+    ),
+    Bug(
+        "the trainer's GPU is planned with an engine that is elsewhere",
+        "recipes/planner/memory_plan.py",
+        "plans/test_plan.py",
+        "beside = sizes if cluster.colocate else NO_ENGINE",
+        "beside = sizes",
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ Each side has its own saver. A new pair is in state "train": the rollout asleep,
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ import memsaver
 from rollout.actor import RolloutActor, build_engine
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor
+from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor, introduce
 from trainer_bridge.remote.group import Place, RemoteActor, connected, cores, reserved
+from trainer_bridge.remote.placement import Placement
+from trainer_bridge.remote.replacement import OnReplaced, Replacer
 from trainer_bridge.sync.shards import aligned_dims
 from trainer_bridge.trainer import Trainer
 
@@ -67,7 +70,7 @@ def open_inprocess(
             side = Trainer(trainer, saver, layout=layout)
             undo.callback(side.close)
             side.connect([rollout])
-            _introduce(side, rollout)
+            introduce(side, rollout)
         yield side, rollout
 
 
@@ -78,30 +81,39 @@ def open_ray(
     *,
     devices: int = 1,
     nodes: int = 1,
+    rollout_devices: int = 0,
+    colocate: bool = True,
     timeout: float = 600.0,
     address: str | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
     stage: Stage = no_stage,
+    max_engine_restarts: int = 0,
+    on_replaced: OnReplaced = lambda number, error: None,
 ) -> Iterator[tuple[Any, Any]]:
     """Open both sides as Ray actors, and kill the actors when the block ends.
 
-    Each device runs two actors, a trainer rank and an engine rank, with half a GPU each if the
-    device is CUDA. Ray chooses the GPUs.
+    A rank is an actor. Two ranks that share a device have half a GPU each if the device is CUDA.
+    Ray chooses the GPUs.
 
     Args:
         trainer: Configuration of every trainer rank.
         engine: As in `open_inprocess`. Each group of `tensor_parallel_size` devices of a machine
             forms one engine, and the engines are replicas of each other.
-        devices: Devices per machine.
+        devices: Devices per machine with a trainer rank.
         nodes: Machines.
+        rollout_devices: Further devices per machine, with an engine rank only. These engines never
+            sleep, and each sync replaces their weights.
+        colocate: Whether devices with a trainer rank have an engine rank, too.
         timeout: Seconds that one call may take.
         address: Address of a running cluster; "auto" is this machine's cluster. None uses the
             cluster that this process is connected to or the cluster of its Ray job (RAY_ADDRESS).
             Without either it starts a small cluster, and ends it with the block.
         trainer_actor: Class of the trainer actors.
-        alias: As in `open_inprocess`; for one device.
+        alias: As in `open_inprocess`; for one device with both ranks.
         stage: As in `open_inprocess`.
+        max_engine_restarts: How many engines that lose an actor are replaced (`Replacer`).
+        on_replaced: Called with number and cause of each replacement before the new engine starts.
 
     Yields:
         A `RemoteTrainer` and a `RemoteRollout`, which have the methods of `Trainer` and `Engine`.
@@ -113,29 +125,43 @@ def open_ray(
     """
     import ray
 
-    on_gpu, size = trainer.device != "cpu", nodes * devices
+    on_gpu = trainer.device != "cpu"
     arguments = _engine_arguments(trainer, engine)
-    engine_size = arguments.get("tensor_parallel_size", 1)
-    _check_devices(nodes, devices, engine_size, alias)
+    placement = Placement(
+        nodes=nodes,
+        devices=devices,
+        rollout_devices=rollout_devices,
+        colocate=colocate,
+        engine_size=arguments.get("tensor_parallel_size", 1),
+    )
+    if alias and not (placement.alone and colocate):
+        text = f"alias=True needs one device, with both ranks, not {placement.size}"
+        raise ValueError(f"{text}; sync by copies (alias=False)")
     with contextlib.ExitStack() as undo:
         with stage("start_actors"):
-            undo.enter_context(connected(address, size))
-            places = undo.enter_context(reserved(nodes, devices, on_gpu))
-            threads = max(1, cores() // devices)
-            args = [
-                actor_arguments(arguments, on_gpu, threads, rank // engine_size)
-                for rank in range(size)
-            ]
-            ranks = _start("rollout", ray.remote(RolloutActor), args, places, undo)
-            rollout = RemoteRollout(ranks, timeout, engine_size)
+            undo.enter_context(connected(address, placement.ranks))
+            places = undo.enter_context(reserved(placement, on_gpu))
             # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
+            threads = max(1, cores() // (len(placement.engines) // nodes))
+            args = [
+                actor_arguments(arguments, on_gpu, threads, rank // placement.engine_size)
+                for rank in range(len(placement.engines))
+            ]
+            start = partial(_start, undo=undo, places=places)
+            start_engines = partial(start, "rollout", ray.remote(RolloutActor))
+            ranks = start_engines(args, placement.engines)
+            rollout = RemoteRollout(
+                ranks, timeout, placement.engine_size, sleeping=len(placement.shared)
+            )
             rank_config = dataclasses.replace(
                 trainer,
                 device=_device_in_actor(trainer.device, on_gpu),
-                threads=trainer.threads if on_gpu else trainer.threads or threads,
+                threads=trainer.threads
+                if on_gpu
+                else trainer.threads or max(1, cores() // devices),
             )
-            args = [{"config": rank_config}] * size
-            ranks = _start("trainer", ray.remote(trainer_actor), args, places, undo)
+            configs = [{"config": rank_config}] * len(placement.trainers)
+            ranks = start("trainer", ray.remote(trainer_actor), configs, placement.trainers)
             side = RemoteTrainer(ranks, timeout)
         with stage("build_engine"):
             if trainer.leaving:  # overlaps with the start of the engine, which is another process
@@ -143,50 +169,51 @@ def open_ray(
             rollout.build()
             rollout.sleep(level=2)
         with stage("build_trainer"):
-            manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
-            side.build(manifests[0] if alias else None, aligned_dims(manifests))
-            side.connect(rollout)
-            for trainer_rank, engine_rank in zip(side.each(), rollout.each(), strict=True):
-                _introduce(trainer_rank, engine_rank)
+            engines = rollout.each()
+            shared = [engines[rank].weight_layout().manifest for rank in placement.shared]
+            side.build(shared[0] if alias else None, aligned_dims(shared))
+            side.connect(rollout, placement.owners())
+            for trainer_rank, rank in zip(side.each(), placement.shared, strict=False):
+                introduce(trainer_rank, engines[rank])
+
+            def start_again(rank: int) -> Any:
+                (actor,) = start_engines([args[rank]], [placement.engines[rank]])
+                return actor.handle
+
+            if max_engine_restarts:
+                rollout.replacer = Replacer(
+                    side,
+                    rollout,
+                    placement,
+                    start_again,
+                    allowed=max_engine_restarts,
+                    alias=alias,
+                    on_replaced=on_replaced,
+                )
         yield side, rollout
-
-
-def _introduce(trainer: Any, rollout: Any) -> None:
-    """Register both sides of a device with each other, so that they can hand memory over."""
-    trainer.hand_over_to(rollout.as_peer())
-    rollout.hand_over_to(trainer.as_peer())
 
 
 def _start(
     name: str,
     actor: Any,
     args: Sequence[Mapping[str, Any]],
+    devices: Sequence[int],
+    *,
     places: Sequence[Place],
     undo: contextlib.ExitStack,
 ) -> list[RemoteActor]:
-    """Start an actor at each place, and register its kill with `undo`.
+    """Start an actor on each of `devices`, and register its kill with `undo`.
 
-    Actors are named `name[rank]`, a single actor `name`.
+    Actors are named `name[device]`, or `name` if there is a single device.
     """
     import ray
 
     ranks = []
-    for rank, (place, arguments) in enumerate(zip(places, args, strict=True)):
-        handle = actor.options(**place).remote(**arguments)
+    for device, arguments in zip(devices, args, strict=True):
+        handle = actor.options(**places[device]).remote(**arguments)
         undo.callback(ray.kill, handle)
-        ranks.append(RemoteActor(handle, name if len(places) == 1 else f"{name}[{rank}]"))
+        ranks.append(RemoteActor(handle, name if len(places) == 1 else f"{name}[{device}]"))
     return ranks
-
-
-def _check_devices(nodes: int, devices: int, engine_size: int, alias: bool) -> None:
-    if min(nodes, devices) < 1:
-        raise ValueError(f"nodes={nodes} and devices={devices} must be at least 1")
-    if devices % engine_size:
-        text = f"tensor_parallel_size={engine_size} does not divide devices={devices}"
-        raise ValueError(f"{text}; an engine stays on one machine")
-    if alias and nodes * devices > 1:
-        text = f"alias=True needs one device, not {nodes * devices}"
-        raise ValueError(f"{text}; sync by copies (alias=False)")
 
 
 def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -543,26 +543,49 @@ class CycleSection:
 
 @section
 class ClusterSection:
-    """The devices: each has a trainer rank; `engine.tensor_parallel_size` of them share an engine.
+    """The devices; `engine.tensor_parallel_size` of one kind share an engine.
 
-    On a CPU, a device is a pair of processes.
+    On a CPU, a device is one or two processes.
 
     Attributes:
         nnodes: Machines.
-        n_gpus_per_node: Devices of each machine.
+        n_gpus_per_node: Devices of each machine with a trainer rank.
+        rollout_gpus: Further devices of each machine, with an engine rank only.
+        colocate: Whether devices with a trainer rank have an engine rank, too.
         gpu: GPU of the plan, unless `memsaver plan --gpu` names another.
         host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it.
         call_timeout: Timeout of one call of all actors, in seconds; raise it if a stage of a large
             model takes longer.
+        max_engine_restarts: How many native engines that lose an actor are replaced while the run
+            goes on.
     """
 
     nnodes: Count = 1
     n_gpus_per_node: Count = 1
+    rollout_gpus: CountOrZero = 0
+    colocate: bool = True
     gpu: Gpu = "h100-80gb"
     host_gib: Positive | None = None
     call_timeout: Positive = 600.0
+    max_engine_restarts: CountOrZero = 2
 
     @property
     def size(self) -> int:
-        """Return the number of devices of all machines."""
+        """Return the number of devices of all machines with a trainer rank."""
         return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def per_node(self) -> int:
+        """Return the number of devices of a machine."""
+        return self.n_gpus_per_node + self.rollout_gpus
+
+    @property
+    def engine_ranks(self) -> int:
+        """Return the number of engine ranks of all machines."""
+        own = self.n_gpus_per_node if self.colocate else 0
+        return self.nnodes * (own + self.rollout_gpus)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks of both sides on a machine."""
+        return self.n_gpus_per_node + self.engine_ranks // self.nnodes

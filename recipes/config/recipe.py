@@ -390,14 +390,22 @@ class Recipe:
             yield "ppo.critic_warmup_steps", rule
 
     def _faults_of_devices(self) -> Faults:
-        devices, per_node = self.cluster.size, self.cluster.n_gpus_per_node
+        cluster, size = self.cluster, self.engine.tensor_parallel_size
+        devices = cluster.nnodes * cluster.per_node
         if devices > 1 and self.driver == "inprocess":
             yield "driver", f"cannot drive {devices} devices", "set driver=ray"
         if devices > 1 and ":" in self.device:
             yield "device", f"names one of the {devices} devices of cluster"
-        if per_node % self.engine.tensor_parallel_size:
-            rule = f"does not divide cluster.n_gpus_per_node={per_node}, the devices of one machine"
-            yield "engine.tensor_parallel_size", rule
+        if not cluster.colocate and not cluster.rollout_gpus:
+            rule = "leaves no device to the engines (cluster.rollout_gpus=0)"
+            yield "cluster.colocate", rule
+        kinds = {"rollout_gpus": cluster.rollout_gpus}
+        if cluster.colocate:
+            kinds = {"n_gpus_per_node": cluster.n_gpus_per_node, **kinds}
+        for name, count in kinds.items():
+            if count % size:
+                rule = f"does not divide cluster.{name}={count}, the devices of one machine"
+                yield "engine.tensor_parallel_size", rule
 
     def _faults_of_cycle(self) -> Faults:
         """Refuse absent tags. Whether the KV cache can grow is checked once the model is known."""
@@ -410,6 +418,13 @@ class Recipe:
         if overlap and cycle.hand_over == "always":
             rule = f"excludes cycle.overlap={shown(overlap)}"
             yield "cycle.hand_over", rule
+        if not self.cluster.colocate:
+            rule = "needs trainer and engine on one device (cluster.colocate=true)"
+            for name, value in (("alias", cycle.alias), ("hand_over", cycle.hand_over)):
+                if value == "always":
+                    yield f"cycle.{name}", rule
+            if overlap:
+                yield "cycle.overlap", rule
 
     def _faults_of_hosted(self, name: str) -> Faults:
         """Refuse settings that a hosted engine cannot follow, or that change log-probabilities."""
@@ -421,6 +436,7 @@ class Recipe:
             "model.fp32_router": native,
             f"{self.algorithm}.router_replay": native,
             "cluster.nnodes": "is untested above one machine",
+            "cluster.rollout_gpus": "is untested",
         }
         if kind == "sglang":
             usual["engine.tensor_parallel_size"] = "puts SGLang's workers into separate processes"
@@ -488,7 +504,11 @@ def remedy_of(key: str) -> str:
 def switching(
     recipe: Recipe, resident: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
 ) -> Recipe:
-    """Return the recipe with its switch decided; overlapped moves exclude the hand-over."""
+    """Return the recipe with its switch decided.
+
+    Overlapped moves exclude the hand-over, and so do engines on devices of their own.
+    """
     decided: dict[str, Any] = {"resident": list(resident), "overlap": list(overlap)}
-    decided["hand_over"] = "always" if hand_over and not overlap else "never"
+    hand_over = hand_over and not overlap and recipe.cluster.colocate
+    decided["hand_over"] = "always" if hand_over else "never"
     return replace(recipe, cycle=replace(recipe.cycle, **decided))

@@ -26,7 +26,7 @@ from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_l
 from recipes.logs.run_folder import Row, RunFolder, Span, kind_of, qualities, switch_seconds
 from recipes.logs.samples import records_of
 from rollout.tag_names import KV_CACHE, WEIGHTS
-from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
+from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, RankFailed
 from trainer_bridge.sync import SyncReceipt
 
 TakeUsage = Callable[[], Usage | None]
@@ -40,7 +40,8 @@ OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explai
 class Peaks:
     """Peak bytes of each stage: of processes, of torch in them, of tags, and of the fullest device.
 
-    Processes are counted without contexts and libraries. On a CPU, "device_bytes" is None.
+    Processes are counted without contexts and libraries. On a CPU, "device_bytes" is None. Devices
+    without a trainer count as "rollout_device_bytes", which is absent without such devices.
     """
 
     def __init__(self) -> None:
@@ -73,12 +74,14 @@ class Peaks:
             # A page that moves from the page pool to a tag counts once.
             held = max(sum(before.values()), sum(usage.tags.values()))
             processes[owner] = held + usage.torch_peak_bytes
-        entry = {
-            "processes": processes,
-            "torch": torch,
-            "device_bytes": _device(usages, +freed + torch_extra),
-            "tags": tags,
-        }
+        more = +freed + torch_extra
+        trained = {_place(owner) for owner in usages if owner.startswith("trainer")}
+        apart = {owner: usage for owner, usage in usages.items() if _place(owner) not in trained}
+        beside = {owner: usage for owner, usage in usages.items() if owner not in apart}
+        entry: dict[str, Any] = {"processes": processes, "torch": torch, "tags": tags}
+        entry["device_bytes"] = _device(beside or apart, more)
+        if beside and apart:
+            entry["rollout_device_bytes"] = _device(apart, more)
         self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
 
     def take(self) -> dict[str, dict[str, Any]]:
@@ -105,10 +108,13 @@ def _larger(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, in
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = [entry["device_bytes"] for entry in (first, second)]
-    devices = [nbytes for nbytes in sizes if nbytes is not None]
-    larger = {name: _larger(first[name], second[name]) for name in ("processes", "torch", "tags")}
-    return {**larger, "device_bytes": max(devices, default=None)}
+    larger: dict[str, Any] = {
+        name: _larger(first[name], second[name]) for name in ("processes", "torch", "tags")
+    }
+    for name in first.keys() - larger:
+        sizes = [entry[name] for entry in (first, second) if entry[name] is not None]
+        larger[name] = max(sizes, default=None)
+    return larger
 
 
 class Monitor:
@@ -228,6 +234,11 @@ class Monitor:
                 f"policy; {correction}; if that persists, raise trainer.learning_rate or set "
                 "model.dtype=float32"
             )
+
+    def replaced(self, number: int, error: ActorDied) -> None:
+        """Record that an engine is lost and started again, as replacement `number` of the run."""
+        self.folder.add_replacement(number, str(error))
+        self.view.note(f"replacement {number} of a lost engine: {one_line(error)}")
 
     def outside(self) -> int:
         """Return the bytes outside of the planned tags, on the device that has the most of them.

@@ -14,6 +14,7 @@ from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, one_line, writable
 from recipes.logs.run_folder import (
+    ROLLOUT_GPU,
     Row,
     Run,
     check_holds_run,
@@ -170,15 +171,19 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     """Return the largest bytes of all rows by stage, for the device (DEVICE) and each process.
 
     A stage that only the first of several steps has is left out, because the first step runs before
-    any update.
+    any update. Names of stages on devices without a trainer rank end with ROLLOUT_GPU.
     """
     peaks: dict[str, dict[str, int]] = {}
     steps = [row["peaks"] for row in rows if "peaks" in row]
     for stage in set().union(*(steps[1:] or steps)):
-        largest = peaks.setdefault(stage, {})
         for peak in [step[stage] for step in steps if stage in step]:
-            for owner, nbytes in {DEVICE: peak["device_bytes"], **peak["processes"]}.items():
-                side = owner.partition("[")[0]
+            held = {DEVICE: peak["device_bytes"], **peak["processes"]}
+            held[f"{DEVICE}{ROLLOUT_GPU}"] = peak.get("rollout_device_bytes")
+            trained = {owner.partition("[")[2] for owner in held if owner.startswith("trainer")}
+            for owner, nbytes in held.items():
+                side, _, place = owner.removesuffix(ROLLOUT_GPU).partition("[")
+                apart = owner.endswith(ROLLOUT_GPU) or (side == "rollout" and place not in trained)
+                largest = peaks.setdefault(stage + ROLLOUT_GPU if apart else stage, {})
                 if nbytes is not None:  # A CPU has no figure for the whole device.
                     largest[side] = max(largest.get(side, 0), nbytes)
     return peaks

@@ -9,7 +9,8 @@
     plan.json           the plan of the run's memory, if its switch was planned
     outside.json        with a hosted engine, bytes outside of the planned tags at the start
     reward.png, memory.png
-    restarts.jsonl      a line for each restart after the loss of a worker
+    restarts.jsonl      a line for each restart after the loss of a worker, and for each engine that
+                        was lost and replaced
     checkpoints/step_N/
     checkpoints/latest  name of the newest complete checkpoint
     checkpoints/best    name of the checkpoint of the best evaluation, if one is kept
@@ -58,6 +59,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
 # Stages that few steps have.
 _EXTRA = ("evaluate", "refresh_reference", "save_checkpoint", "export")
+ROLLOUT_GPU = " (engine's GPU)"  # ends the name of a stage on a GPU without a trainer rank
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
 FIRST = ("reward", "reward_std", "exact_match")  # in tables
 QUALITIES = ("exact_match", "avg@", "pass@")  # beginnings of names of shares of right answers
@@ -348,6 +350,11 @@ class RunFolder:
         """Record a restart from the last checkpoint, with its number and its cause."""
         restart = {"time": time.time(), "restart": number, "after_step": self.done, "cause": cause}
         self._append("restarts.jsonl", restart)
+
+    def add_replacement(self, number: int, cause: str) -> None:
+        """Record the replacement of a lost engine, with its number and its cause."""
+        own = {"replacement": number, "after_step": self.done, "cause": cause}
+        self._append("restarts.jsonl", {"time": time.time(), **own})
 
     def write_outside(self, nbytes: int) -> None:
         """Record the bytes outside of tags (`Monitor.outside`) at the start of this session."""

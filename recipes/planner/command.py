@@ -187,6 +187,8 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
         tags = f"; {_width_of(tables[1])} columns show every tag"
         show(f"trainer, engine: sums over their tags{tags}", style="dim")
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
+    if plan.rollout_devices:
+        many = f", {plan.devices} with a trainer and {plan.rollout_devices} with an engine only"
     show(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}")
     room = "" if plan.host_room is None else f"; at most {format_bytes(int(plan.host_room))} fit"
     show(f"host: {format_bytes(plan.host_bytes)} on each machine{room}")
@@ -199,7 +201,7 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     for need in plan.needs:
         show(unfit(need), style="bold red")
     if plan.fits:
-        peak = plan.peak
+        peak = max(reversed(plan.rows), key=lambda stage: stage.device_bytes)
         left = format_bytes(plan.gpu.total - peak.device_bytes)
         show(f"fits: {peak.stage} takes the most and leaves {left}", style="bold green")
 
@@ -221,7 +223,7 @@ def _table(plan: MemoryPlan, parts: dict[str, list[float]], bars: bool = False) 
     for name in ("GPU", *parts, "host"):
         heading = name if bars else name.replace("_", "\n")
         table.add_column(heading, justify="right", no_wrap=True)
-    for place, stage in enumerate(plan.stages):
+    for place, stage in enumerate(plan.rows):
         over = stage.device_bytes > plan.room
         color = "red" if over else "cyan"
         bar = Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=color)
@@ -242,9 +244,9 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
     from recipes.logs.pictures import looks, save_picture
 
     parts = _parts(plan)
-    figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
+    figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.rows)))
     axes = figure.subplots()
-    names = [stage.stage for stage in plan.stages]
+    names = [stage.stage for stage in plan.rows]
     left = [0.0] * len(names)
     for part, values in parts.items():
         axes.barh(names, values, 0.72, left, label=part, **looks(parts)[part])
@@ -260,18 +262,18 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
 def _parts(plan: MemoryPlan) -> dict[str, list[float]]:
     """Return GiB of each stage: of every tag, of torch in all processes, and of contexts."""
     parts: dict[str, list[float]] = {}
-    tags = chain.from_iterable(stage.tags.items() for stage in plan.stages)
+    tags = chain.from_iterable(stage.tags.items() for stage in plan.rows)
     for tag in dict.fromkeys(tag for tag, nbytes in tags if nbytes):
-        parts[tag] = [stage.tags.get(tag, 0) / GIB for stage in plan.stages]
-    parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.stages]
-    parts["contexts"] = [stage.contexts / GIB for stage in plan.stages]
+        parts[tag] = [stage.tags.get(tag, 0) / GIB for stage in plan.rows]
+    parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.rows]
+    parts["contexts"] = [stage.contexts / GIB for stage in plan.rows]
     return parts
 
 
 def _sums(plan: MemoryPlan) -> dict[str, list[float]]:
     """Return `_parts` with one sum for the trainer's tags and one for the engine's."""
     parts = _parts(plan)
-    sums = {"trainer": [0.0] * len(plan.stages), "engine": [0.0] * len(plan.stages)}
+    sums = {"trainer": [0.0] * len(plan.rows), "engine": [0.0] * len(plan.rows)}
     for name in [*parts][:-2]:
         side = "engine" if name in ENGINE_TAGS else "trainer"
         sums[side] = [sum(pair) for pair in zip(sums[side], parts[name], strict=True)]

@@ -23,9 +23,20 @@ from recipes.config.load import explain
 from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe, switching
 from recipes.errors import RecipeError, shown
+from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
-from recipes.planner.sizes import GIB, MIB, Gpu, communicators, engine_sizes, find_gpu, outside_of
-from recipes.planner.tracing import PAGE, EngineSizes
+from recipes.planner.sizes import (
+    GIB,
+    MIB,
+    Gpu,
+    engine_group,
+    engine_sizes,
+    find_gpu,
+    outside_of,
+    trainer_group,
+)
+from recipes.planner.stage_plan import StagePlan, always_awake
+from recipes.planner.tracing import NO_ENGINE, PAGE, EngineSizes
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import check_context, pool_fault, request_tokens
 from rollout.tag_names import KV_CACHE, WEIGHTS
@@ -38,37 +49,6 @@ _SPARE = 256 * MIB
 _WORTH = 0.01  # share of a shortage that a change must be able to free
 _MOST_WAYS = 3  # largest number of changes that a remedy names
 _LARGER_GPUS = "take more or larger GPUs (--gpu)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """Peak bytes of one stage.
-
-    Attributes:
-        stage: Name of the stage.
-        used: Bytes of the device without contexts.
-        processes: Bytes of tags and torch by process, each at its peak.
-        torch: The part of torch in `processes`.
-        tags: Bytes by tag.
-        contexts: Bytes of the contexts of both processes.
-        host: Bytes on one machine of saved content and of an optimizer on the host.
-    """
-
-    stage: str
-    used: int
-    processes: dict[str, int]
-    torch: dict[str, int]
-    tags: dict[str, int]
-    contexts: int
-    host: int
-
-    @property
-    def device_bytes(self) -> int:
-        return self.used + self.contexts
-
-    def as_json(self) -> dict[str, Any]:
-        held = {"device_bytes": self.processes, "used_bytes": self.device_bytes, "tags": self.tags}
-        return {"stage": self.stage, **held, "host_bytes": self.host}
 
 
 class Switch(NamedTuple):
@@ -116,8 +96,10 @@ class MemoryPlan:
     Attributes:
         name: Name of the recipe.
         gpu: The GPU.
-        devices: Number of GPUs, all alike.
-        stages: Peak bytes of every stage.
+        devices: Number of GPUs with a trainer rank, all alike.
+        stages: Peak bytes of every stage on a GPU with a trainer rank.
+        rollout_devices: Number of GPUs with an engine rank only, all alike.
+        rollout_stages: Peak bytes of stages on such a GPU.
         host_bytes: Bytes of one machine, in all its processes.
         host_room: Bytes that these processes may take; None: unknown.
         kv_tokens: Tokens of one engine rank's KV pool.
@@ -147,10 +129,21 @@ class MemoryPlan:
     switch: Switch | None = None
     host_room: float | None = None
     outside: dict[str, int | None] | None = None
+    rollout_devices: int = 0
+    rollout_stages: tuple[StagePlan, ...] = ()
 
     @property
     def peak(self) -> StagePlan:
         return _fullest(self.stages)
+
+    @property
+    def rows(self) -> list[StagePlan]:
+        """Return all stages; those of a GPU with an engine rank only say so in their names."""
+        named = (
+            dataclasses.replace(stage, stage=stage.stage + ROLLOUT_GPU)
+            for stage in self.rollout_stages
+        )
+        return [*self.stages, *named]
 
     @property
     def fits(self) -> bool:
@@ -171,7 +164,7 @@ class MemoryPlan:
         names = ("devices", "fits", "needs", "kv_tokens", "most_kv_tokens", "outside")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
-        stages = [stage.as_json() for stage in self.stages]
+        stages = [stage.as_json() for stage in self.rows]
         switch = None if self.switch is None else self.switch._asdict()
         return {**facts, "stages": stages, "switch": switch}
 
@@ -206,41 +199,54 @@ def planning(
     notes = (
         [] if card.measured else [f"contexts on {card.name} are assumed to be those of the H100"]
     )
+    if recipe.cluster.rollout_gpus:
+        notes.append("a single process on a GPU is assumed to have half of the contexts of two")
     outside_sizes = None
     if recipe.engine.hosted:
         outside_sizes = {"assumed": outside_of(recipe, card, None), "measured": outside}
         card, note = _with_outside(recipe, card, outside)
         notes = [note]
-    else:
-        card = card._replace(contexts=card.contexts + communicators(recipe))
+    half, cluster = card.contexts // 2, recipe.cluster
+    own = card  # the trainer's
+    if not cluster.colocate:
+        own = card._replace(contexts=half + trainer_group(recipe))
+    elif not recipe.engine.hosted:
+        both = trainer_group(recipe) + engine_group(recipe)
+        own = card._replace(contexts=card.contexts + both)
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are assumed to have {prompt_tokens} tokens")
     context = getattr(meta_model(model).config, "max_position_embeddings", None)
     check_context(recipe, prompt_tokens, context)
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
-    per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
+    beside = sizes if cluster.colocate else NO_ENGINE  # what shares a GPU with the trainer
     given = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
     with planned_trainer(recipe, model, **given) as (setup, trainer):
 
         def plan(decided: Recipe) -> MemoryPlan:
-            room = card.total - card.contexts
-            run = dry_run(decided, sizes, setup, trainer, room=room, staged=staged)
-            stages, host_bytes = _of_device_and_host(run, decided, card, sizes)
-            most = _most_tokens(stages, card, kv_tokens, per_token, recipe.engine.page_size)
+            room = own.total - own.contexts
+            run = dry_run(decided, beside, setup, trainer, room=room, staged=staged)
+            stages, host_bytes = _of_device_and_host(run, decided, own, sizes)
+            awake = (
+                () if not cluster.rollout_gpus else always_awake(sizes, half + engine_group(recipe))
+            )
+            pools = [*stages, *awake]
+            most = _most_tokens(pools, own, kv_tokens, per_token, recipe.engine.page_size)
             plan = MemoryPlan(
                 name=name,
-                gpu=card,
-                devices=recipe.cluster.size,
+                gpu=own,
+                devices=cluster.size,
                 stages=stages,
+                rollout_devices=cluster.nnodes * cluster.rollout_gpus,
+                rollout_stages=awake,
                 host_bytes=host_bytes,
                 kv_tokens=kv_tokens,
                 most_kv_tokens=most,
                 token_bytes=per_token,
-                grows=sizes.grows,
+                grows=beside.grows,
                 notes=tuple(notes),
                 handed_over=run.handed_over,
-                host_room=_host_room(recipe, per_machine),
+                host_room=_host_room(recipe),
                 outside=outside_sizes,
             )
             return dataclasses.replace(plan, shortages=_shortages(plan, decided, prompt_tokens))
@@ -252,7 +258,7 @@ def _of_device_and_host(
     run: DryRun, recipe: Recipe, card: Gpu, engine: EngineSizes
 ) -> tuple[tuple[StagePlan, ...], int]:
     """Return the stages and the bytes of host memory on one machine."""
-    per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
+    cluster = recipe.cluster
     stay = {*recipe.cycle.resident, *([PARAMS] if recipe.cycle.alias == "always" else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
     stages = []
@@ -260,13 +266,14 @@ def _of_device_and_host(
         held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
         held["tags"].pop(PAGE_POOL, None)  # pages that are about to be a tag's
         absent = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
-        host = per_machine * (absent + run.host)
+        host = cluster.n_gpus_per_node * (absent + run.host)
         used, contexts = entry["device_bytes"], card.contexts
         stages.append(StagePlan(stage=stage, used=used, contexts=contexts, host=host, **held))
     tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
-    asleep = engine.weights if recipe.engine.sleep_level == 1 else 0
-    host = sum(saved.values()) + run.host + asleep + tier + 2 * PROCESS_HOST
-    return tuple(stages), per_machine * host
+    asleep = engine.weights if recipe.engine.sleep_level == 1 and cluster.colocate else 0
+    host = cluster.n_gpus_per_node * (sum(saved.values()) + run.host + asleep)
+    host += cluster.engine_ranks // cluster.nnodes * tier
+    return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
 
 def _with_outside(recipe: Recipe, card: Gpu, measured: int | None) -> tuple[Gpu, str]:
@@ -276,11 +283,12 @@ def _with_outside(recipe: Recipe, card: Gpu, measured: int | None) -> tuple[Gpu,
     return card, f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"
 
 
-def _host_room(recipe: Recipe, per_machine: int) -> float | None:
+def _host_room(recipe: Recipe) -> float | None:
     """Return the bytes that processes may take of a machine: their own and the pinnable share."""
     if recipe.cluster.host_gib is None:
         return None
-    own, usable = 2 * PROCESS_HOST * per_machine, (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
+    own = PROCESS_HOST * recipe.cluster.ranks_per_node
+    usable = (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
     return own + pinned_arena.SHARE * (usable - own)
 
 
@@ -297,6 +305,9 @@ def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
 
 def _on(recipe: Recipe, devices: int) -> Recipe:
     """Return the recipe on this number of devices, in machines of up to eight."""
+    if recipe.cluster.rollout_gpus:
+        rule = f"cluster.rollout_gpus={recipe.cluster.rollout_gpus} divides the GPUs into two kinds"
+        raise RecipeError(f"--gpu :{devices}: {rule}; set cluster.n_gpus_per_node instead")
     per_node = min(devices, 8)
     if devices % per_node:
         raise RecipeError(
@@ -329,7 +340,7 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
     host's memory, and "request" about the longest request.
     """
     shortages = {}
-    short = [stage for stage in plan.stages if stage.device_bytes > plan.room]
+    short = [stage for stage in plan.rows if stage.device_bytes > plan.room]
     for kind, with_kv in (("engine", True), ("trainer", False)):
         if stages := [stage for stage in short if bool(stage.tags.get(KV_CACHE)) == with_kv]:
             # Among equally full stages, name the first with a KV pool, else the last: training.
@@ -543,6 +554,8 @@ def describe(
     overlap = tuple(tag for tag in leaves if tag in overlap)
     seconds = _seconds(plan, recipe, resident, overlap)
     lines = [f"stays: {_listed(stays, sizes)}"]
+    if not recipe.cluster.colocate:
+        lines[0] += "; engines stay awake on GPUs of their own"
     if recipe.cycle.alias == "always":
         lines[0] += "; weights are the trainer's own pages"
     lines.append(f"leaves: {_listed(leaves, sizes)}")
@@ -561,7 +574,8 @@ def describe(
     if handed_over:
         lines.append(_handing(handed_over, gain, hand_over))
     seconds -= gain if hand_over else 0
-    lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
+    if recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
+        lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
     resident = tuple(tag for tag in sizes if tag in resident)
     return Switch(resident, overlap, hand_over, seconds, tuple(lines))
 

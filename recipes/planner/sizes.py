@@ -92,12 +92,16 @@ ENGINE_GROUP = 906 * MIB  # captured collectives included
 CHECKPOINT = 450 * MIB  # more, once the trainer's ranks have saved a checkpoint
 
 
-def communicators(recipe: Recipe) -> int:
-    """Return the bytes that NCCL takes of each GPU, for the trainer's ranks and the engine's."""
+def trainer_group(recipe: Recipe) -> int:
+    """Return the bytes that NCCL takes of each GPU for the trainer's ranks."""
     if recipe.cluster.size == 1:
         return 0
-    engine = ENGINE_GROUP if recipe.engine.tensor_parallel_size > 1 else 0
-    return TRAINER_GROUP + engine + (CHECKPOINT if recipe.checkpoint.every else 0)
+    return TRAINER_GROUP + (CHECKPOINT if recipe.checkpoint.every else 0)
+
+
+def engine_group(recipe: Recipe) -> int:
+    """Return the bytes that NCCL takes of each GPU for the ranks of an engine."""
+    return ENGINE_GROUP if recipe.engine.tensor_parallel_size > 1 else 0
 
 
 IDLE = 4 * MIB  # tables and counters of an idle engine, as measured
@@ -215,7 +219,7 @@ def outside_of(recipe: Recipe, gpu: Gpu, measured: int | None) -> int:
     Without a measurement of a run, they are assumed to be half of the contexts, NCCL's, and
     OUTSIDE.
     """
-    assumed = gpu.contexts // 2 + communicators(recipe) + OUTSIDE
+    assumed = gpu.contexts // 2 + trainer_group(recipe) + engine_group(recipe) + OUTSIDE
     return assumed if measured is None else measured
 
 

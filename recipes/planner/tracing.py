@@ -579,6 +579,12 @@ class EngineSizes:
         return {WEIGHTS: self.weights, KV_CACHE: self.kv_cache, CUDA_GRAPH: self.cuda_graph}
 
 
+NO_ENGINE = EngineSizes(
+    weights=0, kv_cache=0, least=0, wanted=0, grows=False, cuda_graph=0, idle=0, generating=0
+)
+"""Sizes beside a trainer whose GPU has no engine."""
+
+
 class PlannedRollout:
     """Engine of known sizes whose answers all have the longest length (`Rollout`).
 

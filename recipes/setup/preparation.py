@@ -190,6 +190,8 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
+    if recipe.cluster.rollout_gpus:
+        return f"cluster.rollout_gpus={recipe.cluster.rollout_gpus} engines are on other devices"
     if recipe.lora.rank:
         return "the engine serves merged adapters, not the trainer's pages"
     own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
@@ -309,10 +311,15 @@ def resolve_device(recipe: Recipe) -> str:
         RecipeError: The GPUs that the recipe needs are missing.
     """
     count = torch.cuda.device_count() if recipe.device != "cpu" else 0
-    per_node = recipe.cluster.n_gpus_per_node
+    cluster = recipe.cluster
     rule = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
-    if 0 < count < per_node:  # Without a GPU, a device is a pair of processes.
-        raise _refused("cluster.n_gpus_per_node", per_node, rule, count)
+    if 0 < count < cluster.n_gpus_per_node:  # Without a GPU, a device is one or two processes.
+        raise _refused("cluster.n_gpus_per_node", cluster.n_gpus_per_node, rule, count)
+    if 0 < count < cluster.per_node:
+        rule += f", and cluster.n_gpus_per_node={cluster.n_gpus_per_node} of them train"
+        remedy = "" if cluster.colocate else " cluster.colocate=true"
+        fits = count - cluster.n_gpus_per_node if cluster.colocate else 0
+        raise _refused("cluster.rollout_gpus", cluster.rollout_gpus, rule, f"{fits}{remedy}")
     if not count and recipe.engine.hosted:
         raise _refused("engine.kind", recipe.engine.kind, rule, "native")
     if recipe.device in ("auto", "cpu"):
@@ -445,7 +452,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
 
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
     """Return the tokens that one engine's running requests fill if all are as long as allowed."""
-    engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
+    engines = recipe.cluster.engine_ranks // recipe.engine.tensor_parallel_size
     prompts = math.ceil(recipe.loop.prompts_per_step / engines)
     requests = prompts * recipe.loop.samples_per_prompt
     if recipe.eval.every:

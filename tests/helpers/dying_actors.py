@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+from rollout.actor import RolloutActor
 from tests.helpers.trainer_bridge.sync_hooks import half_written
 from trainer_bridge.remote.actor import TrainerActor
 from trainer_bridge.sync.weight_sync import SyncReceipt
@@ -50,6 +52,30 @@ def killing_trainer() -> type[TrainerActor]:
                 return self.held.sync_weights(version)
 
     return Killing
+
+
+def dying_engine(flag: Path, rank: int = 0) -> type[RolloutActor]:
+    """Return an actor class that dies while it generates, if `flag` exists, and removes `flag`.
+
+    In an engine of several ranks, only rank `rank` dies. The class is local, so that it is pickled
+    by value.
+    """
+
+    class DyingRollout(RolloutActor):
+        def generate(self, prompts: list[Any], params: list[Any]) -> Any:
+            def die(finished: int, samples: int, tokens: int) -> None:
+                if tokens >= 4 and self._rank() == rank and flag.exists():
+                    flag.unlink()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            return self.held.generate(prompts, params, on_progress=die)
+
+        def _rank(self) -> int:
+            import torch.distributed as dist
+
+            return dist.get_rank() if dist.is_initialized() else 0
+
+    return DyingRollout
 
 
 def wait_gone(pids: list[int], seconds: float = 20.0) -> None:

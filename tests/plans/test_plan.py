@@ -102,6 +102,45 @@ def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
         assert 0.99 * 52.71 <= stage.device_bytes / GIB <= 1.03 * 52.71, stage.stage
 
 
+APART = ["driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_gpu_of_the_engine_alone_is_planned_without_the_trainers_tags(colocate: bool) -> None:
+    """Plan both kinds of GPUs; their bytes must not depend on the other kind."""
+    words = [*APART[:2], f"cluster.colocate={colocate}", "cycle.resident=[]", "cycle.overlap=[]"]
+    make = partial(plan_of, name="apart", gpu="h100-80gb")
+    plan = make(recipes.load("qwen2.5-7b", words))
+    wider = make(
+        recipes.load("qwen2.5-7b", [*words, "trainer.dtype=float32", "cluster.rollout_gpus=2"])
+    )
+    engine = {"weights", "kv_cache", "cuda_graph"}
+    assert (plan.devices, plan.rollout_devices, wider.rollout_devices) == (1, 1, 2)
+    assert {tag for stage in plan.rollout_stages for tag in stage.tags} == engine
+    held = {tag for stage in plan.stages for tag, nbytes in stage.tags.items() if nbytes}
+    assert held == {"params", "optim"} | (engine if colocate else set())
+    for stage, other in zip(plan.rollout_stages, wider.rollout_stages, strict=True):
+        # Two engines share the requests that one holds, so their pools may be smaller.
+        assert stage.tags["weights"] == other.tags["weights"]
+        assert other.device_bytes <= stage.device_bytes < plan.peak.device_bytes
+    assert wider.peak.device_bytes > plan.peak.device_bytes
+
+
+def test_plan_fits_only_if_both_kinds_of_gpus_fit(capsys: Capture) -> None:
+    words = ["plan", "tiny", *SMALL, *APART, "cycle.resident=auto"]
+    assert main([*words, "engine.kv_tokens=176000000"]) == 3
+    printed = capsys.readouterr().out
+    assert "does not fit: sync_weights (engine's GPU) is short of" in printed
+    remedy = re.search(r"set (engine\.kv_tokens=\d+)", printed)
+    assert remedy is not None, printed
+    assert main([*words, remedy[1]]) == 0
+    printed = capsys.readouterr().out
+    assert "1 with a trainer and 1 with an engine only" in printed
+    assert "engines stay awake on GPUs of their own\nleaves: nothing\n" in printed
+    assert main([*words, "--gpu", "h100-80gb:8"]) == 2
+    assert "set cluster.n_gpus_per_node instead" in capsys.readouterr().err
+
+
 def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> None:
     assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=176000000"]) == 3
     printed = capsys.readouterr().out

@@ -20,8 +20,9 @@ from recipes.config.load import recipe_text
 from recipes.config.models import CycleSection
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.command import plan_apart, plan_of
-from recipes.planner.memory_plan import MemoryPlan, StagePlan, Switch, decide, describe
+from recipes.planner.memory_plan import MemoryPlan, Switch, decide, describe
 from recipes.planner.sizes import GIB, Gpu
+from recipes.planner.stage_plan import StagePlan
 from recipes.run import decide_switch
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import pool_grows, prepare, rank_kv_layout, with_alias_decided

@@ -105,6 +105,18 @@ def test_repeated_stage_keeps_larger_figures_and_take_clears_them() -> None:
     assert set(peaks.take()) == {"sleep"}
 
 
+def test_devices_without_a_trainer_count_apart() -> None:
+    own = [usage({"params": 10}, 5, 7, 100)] * 2
+    peak = collect(
+        ["update", "update"],
+        trainer_0=own,
+        rollout_0=[usage({"weights": 0}, 0, 0, 100)] * 2,
+        rollout_1=[usage({"weights": 4}, 0, 0, 300), usage({"weights": 4}, 0, 2, 300)],
+    )["update"]
+    assert (peak["device_bytes"], peak["rollout_device_bytes"]) == (102, 302)
+    assert peak["tags"] == {"params[0]": 10, "weights[0]": 0, "weights[1]": 4}
+
+
 def test_cpu_saver_reports_its_tags_only() -> None:
     saver = MemorySaver(device="cpu")
     resident = saver.empty((1 << 16,), tag="kv_cache")

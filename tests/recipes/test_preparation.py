@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 import recipes
 from kvcache import layout
-from recipes.arguments import engine_arguments, open_pair, trainer_config
+from recipes.arguments import cycle_arguments, engine_arguments, open_pair, trainer_config
 from recipes.setup.models import TOY_TEMPLATE, describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.toy import TOY_WORDS
@@ -78,9 +78,26 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     monkeypatch.setattr("recipes.arguments.open_ray", lambda *args, **words: words)
     ray = prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path)
     places = {"devices": 1, "nodes": 1, "address": None}
-    assert open_pair(ray, no_stage) == {
+    places |= {"rollout_devices": 0, "colocate": True}
+    note = lambda number, error: None  # noqa: E731
+    assert open_pair(ray, no_stage, note) == {
         **places, "timeout": 7.0, "alias": False, "stage": no_stage,
+        "max_engine_restarts": 2, "on_replaced": note,
     }  # fmt: skip
+    words = [
+        "driver=ray",
+        "cluster.rollout_gpus=3",
+        "cluster.colocate=false",
+        "engine.kv_tokens=null",
+        "engine.max_running=9999",
+        "eval.every=0",
+    ]
+    apart = prepare(recipes.load("tiny", words), tmp_path)
+    opened = open_pair(apart, no_stage, note)
+    assert (opened["rollout_devices"], opened["colocate"], opened["alias"]) == (3, False, False)
+    assert cycle_arguments(apart.recipe)["resident"] >= {"weights", "kv_cache", "cuda_graph"}
+    one = prepare(recipes.load("tiny", [*words, "cluster.rollout_gpus=1"]), tmp_path)
+    assert one.kv_tokens == 3 * apart.kv_tokens, "each engine has a third of the requests"
     plain = prepare(recipes.load("tiny"), tmp_path)
     undecided = prepare(recipes.load("tiny", ["cycle.resident=auto"]), tmp_path)
     assert trainer_config(undecided).leaving == ()
@@ -167,6 +184,14 @@ def test_memory_fraction_covers_states_of_linear_layers(tmp_path: Path, gpu: Non
         (
             ["cluster.n_gpus_per_node=2"],
             ["cluster.n_gpus_per_node=2", "torch sees 1 GPUs", "n_gpus_per_node=1"],
+        ),
+        (
+            ["cluster.rollout_gpus=2"],
+            ["rollout_gpus=2: torch sees 1 GPUs here, and", "set cluster.rollout_gpus=0"],
+        ),
+        (
+            ["cluster.rollout_gpus=1", "cluster.colocate=false"],
+            ["cluster.n_gpus_per_node=1 of them train", "rollout_gpus=0 cluster.colocate=true"],
         ),
         (
             ["cluster.n_gpus_per_node=8", "device=cpu", "engine.tensor_parallel_size=8"],

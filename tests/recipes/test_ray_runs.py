@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from tests.helpers.dying_actors import dying_trainer, wait_gone
+from tests.helpers.dying_actors import dying_engine, dying_trainer, wait_gone
 from tests.helpers.exports import contents
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.recipes.tiny_runs import (
@@ -27,6 +27,7 @@ from tests.helpers.recipes.tiny_runs import (
     rows,
     same_rows,
     trace,
+    without_pictures,
 )
 from trainer_bridge import open_ray
 
@@ -106,6 +107,7 @@ def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     folder = tmp_path / "run"
     overrides = [*SMALL_PPO, "driver=ray", "steps=100000"]
     overrides += ["checkpoint.every=2", "checkpoint.max_restarts=1"]
+    overrides.append("cluster.max_engine_restarts=0")
     words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny-ppo", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
@@ -139,6 +141,48 @@ def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     lost = json.loads((folder / "trace-until-step-2-1.json").read_text())["traceEvents"]
     assert "step 2" in {entry["name"] for entry in lost}
     assert {entry["ph"] for entry in trace(folder)} >= {"X", "C"} and has_pictures(folder)
+
+
+def test_run_with_its_engine_apart_resumes_on_one_device_with_the_same_numbers(
+    ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    apart = ["driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false", "checkpoint.every=2"]
+    apart.append("cycle.resident=auto")
+    with without_pictures():
+        assert main(["run", "tiny", *SMALL, *apart, "steps=2", "--run-dir", str(folder)]) == 0
+        assert "; no engine shares a device with the trainer" in capsys.readouterr().out
+        assert owners(folder) == {"stages", "trainer[0]", "rollout[1]"}
+        (peak,) = [row["peaks"]["update_actor"] for row in rows(folder, "train")[1:]]
+        assert set(peak["processes"]) == {"trainer[0]", "rollout[1]"}
+        ray_cluster.wait_free()
+        one = ["driver=inprocess", "cluster.rollout_gpus=0", "cluster.colocate=true", "steps=4"]
+        assert main(["run", "--resume", str(folder), *one]) == 0
+    alone = make_run("tiny", *SMALL, "steps=4", "checkpoint.every=2")
+    assert rows(folder, "train") and same_rows(folder, alone)
+
+
+def test_run_goes_on_after_losing_its_engine_with_the_same_numbers(
+    ray_cluster: RayCluster,
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, flag = tmp_path / "run", tmp_path / "flag"
+    flag.touch()
+    monkeypatch.setattr("trainer_bridge.coordinator.RolloutActor", dying_engine(flag))
+    words = ["run", "tiny", *SMALL, "driver=ray", "steps=2", "--run-dir", str(folder)]
+    with without_pictures():
+        assert main(words) == 0
+    assert not flag.exists()
+    cause = "the rollout actor died in generate()"
+    assert f"replacement 1 of a lost engine: {cause}\n" in capsys.readouterr().out
+    (line,) = (folder / "restarts.jsonl").read_text().splitlines()
+    entry = json.loads(line)
+    assert (entry["replacement"], entry["after_step"], entry["cause"]) == (1, 0, cause)
+    assert same_rows(folder, make_run("tiny", *SMALL, "steps=2"))
+    ray_cluster.wait_free()
 
 
 def marked(mark: str) -> list[str]:

@@ -184,6 +184,24 @@ def test_plan_is_compared_with_largest_peak_of_every_stage() -> None:
     assert planned_and_measured(rows, {}) == planned_and_measured([], plan) == []
 
 
+def test_engines_on_gpus_of_their_own_are_compared_with_their_own_plan() -> None:
+    stage = "generate_sequences"
+    planned = [
+        {"stage": stage, "device_bytes": {"trainer": 100 * MIB, "rollout": 2 * MIB}},
+        {"stage": f"{stage} (engine's GPU)", "device_bytes": {"rollout": 50 * MIB}},
+    ]
+    ranks = {"trainer[0]": 100 * MIB, "rollout[0]": 2 * MIB, "rollout[1]": 50 * MIB}
+    row = peaks(stage, 102 * MIB, **ranks)
+    row["peaks"][stage]["rollout_device_bytes"] = 49 * MIB
+    assert planned_and_measured([row], {"stages": planned, **GPU}) == [
+        (stage, "102.0 MiB", "102.0 MiB", "+0.0 %", "✓"),
+        ("– trainer", "100.0 MiB", "100.0 MiB", "+0.0 %", "✓"),
+        ("– rollout", "2.0 MiB", "2.0 MiB", "+0.0 %", "✓"),
+        (f"{stage} (engine's GPU)", "50.0 MiB", "49.0 MiB", "+2.0 %", "✓"),
+        ("– rollout", "50.0 MiB", "50.0 MiB", "+0.0 %", "✓"),
+    ]
+
+
 def test_report_of_a_folder_without_a_run_fails_in_one_line_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

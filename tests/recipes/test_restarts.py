@@ -80,7 +80,7 @@ def test_lost_worker_is_reported_in_one_line_with_the_resume_command(
 def test_actor_that_cannot_be_created_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(setup: object, stage: object) -> None:
+    def fail(*arguments: object) -> None:
         raise ActorDied("rollout", "__init__", "could not be made (ValueError: page_size)")
 
     monkeypatch.setattr("recipes.run.open_pair", fail)

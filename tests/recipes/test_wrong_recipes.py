@@ -24,6 +24,8 @@ from tests.helpers.docs.pages import ROOT
 PPO = ROOT / "examples" / "plans" / "qwen2.5-1.5b-ppo.yaml"
 ON_HOST = "trainer.optimizer_offload=true"
 TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
+TP = "engine.tensor_parallel_size"
+APART = "driver=ray cluster.rollout_gpus=1 cluster.colocate=false"
 FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"
 VLLM, SGLANG = "device=auto engine.kind=vllm", "device=auto engine.kind=sglang"
 GROWS = "cycle.overlap=[params]: needs a KV cache that grows"
@@ -92,6 +94,29 @@ RULES = [
     ("tiny", "checkpoint.max_restarts=2 checkpoint.every=0", "needs checkpoints to continue from"),
     ("tiny", "cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
     ("qwen2.5-7b", f"{TWO} device=cuda:1", "device=cuda:1: names one of the 2 devices of cluster"),
+    ("tiny", "cluster.rollout_gpus=1", "driver=inprocess: cannot drive 2 devices; set driver=ray"),
+    ("tiny", "cluster.colocate=false", "leaves no device to the engines (cluster.rollout_gpus=0)"),
+    (
+        "tiny",
+        f"{TWO} cluster.rollout_gpus=3",
+        "does not divide cluster.rollout_gpus=3, the devices",
+    ),
+    (
+        "tiny",
+        f"{APART} engine.tensor_parallel_size=2",
+        "does not divide cluster.rollout_gpus=1, the",
+    ),
+    ("tiny", f"{APART} cycle.alias=always", "cycle.alias=always: needs trainer and engine on one"),
+    (
+        "tiny",
+        f"{APART} cycle.hand_over=always",
+        "(cluster.colocate=true); set cycle.hand_over",
+    ),
+    (
+        "tiny",
+        f"{APART} cycle.overlap=[optim]",
+        "cycle.overlap=[optim]: needs trainer and en",
+    ),
     ("tiny", "cycle.resident=[optim,critic]", "with algorithm=ppo; set cycle.resident=[optim]"),
     ("tiny", "cycle.resident=[reference]", "reference exists only with loss.kl_coef above 0"),
     ("tiny-ppo", "loss.kl_coef=1 lora.rank=1 cycle.resident=[reference]", "only with lora.rank=0"),
@@ -118,6 +143,7 @@ RULES = [
     ("tiny", f"{VLLM} grpo.router_replay=true", "grpo.router_replay=true: needs the native engine"),
     ("tiny", f"{VLLM} model.fp32_router=true", "model.fp32_router=true: needs the native engine"),
     ("tiny", f"{VLLM} driver=ray cluster.nnodes=2", "nnodes=2: is untested above one machine"),
+    ("tiny", f"{VLLM} driver=ray cluster.rollout_gpus=1", "rollout_gpus=1: is untested, with eng"),
     ("tiny", f"{VLLM} cycle.alias=always", "excludes vLLM, whose buffers lie among its weights"),
     ("tiny", f"{VLLM} cycle.overlap=[params]", f"{GROWS}, and vLLM's does not"),
     ("tiny", f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01 by vLLM"),

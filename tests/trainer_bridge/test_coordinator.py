@@ -14,6 +14,7 @@ from trainer_bridge import open_ray
 from trainer_bridge.coordinator import actor_arguments
 from trainer_bridge.remote.actor import RemoteRollout, dispatch_prompts
 from trainer_bridge.remote.group import RemoteActor, connected, cores
+from trainer_bridge.remote.placement import Placement
 
 ray = pytest.importorskip("ray")
 
@@ -32,7 +33,22 @@ ray = pytest.importorskip("ray")
         (
             {},
             {"devices": 2, "alias": True},
-            r"alias=True needs one device, not 2; sync by copies",
+            r"alias=True needs one device, with both ranks, not 2; sync by copies",
+        ),
+        (
+            {},
+            {"rollout_devices": 1, "alias": True},
+            r"alias=True needs one device, with both ranks, not 2; sync by copies",
+        ),
+        (
+            {},
+            {"colocate": False},
+            "rollout_devices=0 with colocate=False leaves no device to the engines",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            {"devices": 2, "rollout_devices": 1},
+            "tensor_parallel_size=2 does not divide rollout_devices=1",
         ),
         (
             {"device": "cuda:0"},
@@ -84,6 +100,40 @@ def test_replicas_refuse_params_that_do_not_fit_the_prompts() -> None:
         replicas.generate([[1], [2]], [SamplingParams()])
 
 
+@pytest.mark.parametrize(
+    ("options", "engines", "owners", "bundles"),
+    [
+        ({"devices": 2}, [0, 1], [0, 1], [(0, 0, 2), (0, 1, 2)]),
+        (
+            {"nodes": 2, "devices": 2, "rollout_devices": 3, "colocate": False},
+            [4, 5, 6, 7, 8, 9],
+            [0, 1, 0, 2, 3, 2],
+            [
+                *[(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)],
+                *[(0, 2, 1), (0, 3, 1), (0, 4, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1)],
+            ],
+        ),
+        (
+            {"nodes": 2, "rollout_devices": 1},
+            [0, 1, 2, 3],
+            [0, 1, 0, 1],
+            [(0, 0, 2), (1, 0, 2), (0, 1, 1), (1, 1, 1)],
+        ),
+    ],
+    ids=["colocated", "apart", "both"],
+)
+def test_engines_belong_to_a_trainer_rank_of_their_device_or_machine(
+    options: dict[str, Any],
+    engines: list[int],
+    owners: list[int],
+    bundles: list[tuple[int, int, int]],
+) -> None:
+    placement = Placement(**options)
+    assert [*placement.engines] == engines and placement.owners() == owners
+    assert placement.bundles() == bundles
+    assert placement.ranks == sum(ranks for *_, ranks in bundles)
+
+
 class FakeRay:
     """A stand-in for Ray that records calls of `ray.init` and `ray.shutdown`.
 
@@ -112,11 +162,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return FakeRay(monkeypatch)
 
 
-@pytest.mark.parametrize(("devices", "cpus"), [(1, max(2, cores())), (500, 1000)])
+@pytest.mark.parametrize(("actors", "cpus"), [(2, max(2, cores())), (1000, 1000)])
 def test_own_cluster_has_cpus_for_all_actors_and_is_ended_on_error(
-    devices: int, cpus: int, cluster: FakeRay
+    actors: int, cpus: int, cluster: FakeRay
 ) -> None:
-    with pytest.raises(KeyError), connected(None, devices):
+    with pytest.raises(KeyError), connected(None, actors):
         assert cluster.ended == 0
         raise KeyError
     (asked,) = cluster.asked

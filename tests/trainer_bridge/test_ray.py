@@ -31,6 +31,7 @@ from trainer_bridge import (
 )
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.group import reserved
+from trainer_bridge.remote.placement import Placement
 from trainer_bridge.training import export_checkpoint
 
 pytestmark = pytest.mark.ray
@@ -228,11 +229,13 @@ def test_engine_that_cannot_start_is_explained_and_releases_the_cluster(
 def test_reservation_of_busy_devices_fails_in_time(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reserved(1, CPUS // 2, on_gpu=False):  # may wait for resources of the previous test
+    with reserved(
+        Placement(devices=CPUS // 2), on_gpu=False
+    ):  # may wait for resources of the previous test
         monkeypatch.setattr("trainer_bridge.remote.group.START_SECONDS", 0.2)
         with pytest.raises(
             ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; stop other jobs"
         ):
-            with reserved(1, 1, on_gpu=False):
+            with reserved(Placement(), on_gpu=False):
                 pass
     ray_cluster.wait_free()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
+from rollout.tag_names import TAGS
 from tests.helpers.case_selection import rounds
 from tests.helpers.exports import contents
 from tests.helpers.memory import open_fds
@@ -19,6 +22,7 @@ from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.group import RemoteGroup
+from trainer_bridge.tags import TRAINER_TAGS
 from trainer_bridge.training import export_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -90,6 +94,51 @@ def test_engines_on_two_gpus_serve_the_weights_of_one_trainer(
     reloaded.sync_weights(1)
     assert answers[1] == tokens(alone)
     reloaded.close()
+
+
+@pytest.mark.ray
+@two_gpus
+def test_one_gpu_trains_and_another_one_generates(
+    model_path: str, ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Sync over the link between both GPUs, and compare with engines that load the weights."""
+    settings = config(model_path, device="cuda:0")
+    engine = {"kv_tokens": 256, "page_size": 16}
+    alone = Engine.from_pretrained(model_path, device="cuda:0", kv_tokens=256)
+    with open_ray(settings, engine, rollout_devices=1, colocate=False) as (trainer, rollout):
+        full, cycle = committed(trainer), Cycle(trainer, rollout, resident=[*TRAINER_TAGS, *TAGS])
+        for version in (1, 2):
+            receipt = cycle.to_rollout(version)
+            assert receipt.link_bytes == receipt.nbytes > 0 and receipt.version == version
+            assert committed(trainer) == full, "a tag left the trainer's device for nothing"
+            answers = tokens(rollout)
+            cycle.to_train()
+            if version == 1:
+                assert answers == tokens(alone)
+                trainer.update_actor(make_batch(6))
+        trainer.save_pretrained(str(tmp_path / "there"))
+    exported = Engine.from_pretrained(str(tmp_path / "there"), device="cuda:0", kv_tokens=256)
+    assert answers == tokens(exported)
+
+
+@pytest.mark.ray
+def test_engine_lost_beside_its_trainer_is_replaced_and_leaves_no_memory(
+    model_path: str, ray_cluster: RayCluster
+) -> None:
+    settings = config(model_path, device="cuda:0", leaving=("params", "optim"))
+    engine = {"kv_tokens": 256, "page_size": 16}
+    with open_ray(settings, engine, max_engine_restarts=2) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout)
+        cycle.to_rollout(1)
+        answers, used = tokens(rollout), rollout.take_usage().device_used_bytes
+        os.kill(rollout.call("pid"), signal.SIGKILL)
+        assert tokens(rollout) == answers
+        assert rollout.take_usage().device_used_bytes <= used + (64 << 20)
+        assert all(not any(tags.values()) for tags in committed(trainer))
+        cycle.to_train()
+        os.kill(rollout.call("pid"), signal.SIGKILL)
+        cycle.to_rollout(2)
+        assert tokens(rollout) == answers, "no update lies between both versions"
 
 
 def syncs(rank: int, path: str, count: int) -> dict[str, int]:

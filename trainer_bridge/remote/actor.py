@@ -6,17 +6,29 @@ Handles and actors (`ActorBase.call`) forward calls by method name. ray is impor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase, RankAddress
 from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
+from rollout.tag_names import TAGS
 from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.errors import ActorDied
 from trainer_bridge.offload import reserve_offload
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup
+from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
+
+
+class EngineReplacer(Protocol):
+    """What replaces a lost engine (`replacement.py`)."""
+
+    left: int
+
+    def replace(self, error: ActorDied) -> bool:
+        """Replace the engine whose actor died, and return whether the new one has weights."""
 
 
 class TrainerActor(ActorBase):
@@ -44,10 +56,6 @@ class TrainerActor(ActorBase):
         saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
-    def connect(self, rollout: RemoteRollout) -> None:
-        """Connect this rank to one engine rank."""
-        self.held.connect([rollout])
-
 
 class RemoteTrainer(RemoteGroup):
     """A handle on all ranks of a trainer, with the methods and contracts of `Trainer`.
@@ -55,6 +63,10 @@ class RemoteTrainer(RemoteGroup):
     Each method is called on every rank. The methods of `ONE_RANK` (`report`, `drain_events`,
     `take_usage`) differ between ranks: call them on an element of `each()`.
     """
+
+    _rollout: RemoteRollout | None = None
+    _owners: Sequence[int] = ()
+    _connected = range(0)
 
     def build(
         self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None
@@ -67,30 +79,162 @@ class RemoteTrainer(RemoteGroup):
         for rank in self.ranks:
             rank.start("reserve", len(self.ranks))
 
-    def connect(self, rollout: RemoteRollout) -> None:
-        """Connect each rank to the engine rank of its device."""
-        self.call_each("connect", [(target,) for target in rollout.each()])
+    def connect(self, rollout: RemoteRollout, owners: Sequence[int]) -> None:
+        """Connect each rank to the engine ranks that it owns; `owners` has a rank for each."""
+        self._rollout, self._owners = rollout, owners
+        self.connect_to(range(len(owners)))
+
+    def connect_to(self, engine_ranks: range) -> None:
+        """Connect to some engine ranks only; the next sync connects to all of them again."""
+        assert self._rollout is not None
+        owned: list[list[RemoteRollout]] = [[] for _ in self.ranks]
+        for rank in engine_ranks:
+            plain = RemoteRollout([self._rollout.ranks[rank]], self._rollout.timeout)
+            owned[self._owners[rank]].append(plain)
+        self._connected = range(0)  # if the connection fails
+        self.call_each("connect", [(own,) for own in owned])
+        self._connected = engine_ranks
+
+    def sync_weights(self, version: int, **how: Any) -> SyncReceipt:
+        """Write, verify and serve the weights on all engines; see `Trainer.sync_weights`."""
+        return self._synced("sync_weights", version, **how)
+
+    def alias_weights(self, version: int) -> SyncReceipt:
+        """Share the trainer's pages with the engine; see `Trainer.alias_weights`."""
+        return self._synced("alias_weights", version)
+
+    def _synced(self, method: str, version: int, **how: Any) -> SyncReceipt:
+        """Run a sync, and repeat it if engines died and were replaced."""
+        while True:
+            try:
+                if len(self._connected) < len(self._owners):
+                    self.connect_to(range(len(self._owners)))
+                receipt = self.call(method, version, **how)
+            except Exception:
+                if self._rollout is None or not self._rollout.replace_dead():
+                    raise
+            else:
+                break
+        if self._rollout is not None:
+            self._rollout.version = version
+            self._rollout.without_weights.clear()
+        return receipt
 
 
 class RemoteRollout(RemoteGroup):
     """A handle on all replicas of an engine, with the methods and contracts of `rollout.Engine`.
 
-    A replica has `engine_size` ranks. The methods of `ONE_RANK` (the steps of a weight update,
+    A replica has `engine_size` ranks. The first `sleeping` ranks (None: all) share a device with a
+    trainer. Calls of `sleep`, `wake_up`, `shrink` and `prepare_sleep` go to these ranks only, and
+    the other ranks are always awake. The methods of `ONE_RANK` (the steps of a weight update,
     `report`, `drain_events`, `take_usage`) differ between ranks: call them on an element of
     `each()`.
+
+    With a `replacer`, a call that finds an actor dead replaces its engine and is then repeated.
+
+    Attributes:
+        engines: Ranks of each replica.
+        replacer: Replaces lost engines; None: a lost engine ends the call.
+        awake: Tags of the sleeping ranks that have memory.
+        version: Version of the last sync; None after a sleep.
+        without_weights: Replaced engines that the next sync gives their weights.
     """
 
-    def __init__(self, ranks: Sequence[RemoteActor], timeout: float, engine_size: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RemoteActor],
+        timeout: float,
+        engine_size: int = 1,
+        sleeping: int | None = None,
+    ) -> None:
         super().__init__(ranks, timeout)
+        self._sleeping = len(self.ranks) if sleeping is None else sleeping
         starts = range(0, len(self.ranks), engine_size)
-        self._engines = [range(start, start + engine_size) for start in starts]
+        self.engines = [range(start, start + engine_size) for start in starts]
+        self.replacer: EngineReplacer | None = None
+        self.awake = {*TAGS}
+        self.version: int | None = None
+        self.without_weights: set[range] = set()
 
-    def build(self) -> None:
-        """Build the engines of all ranks concurrently."""
-        places: list[RankAddress | None] = []
-        for engine in self._engines:
-            places += addresses(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
-        self.call_each("build", [(address,) for address in places])
+    def build(self, engines: Sequence[range] | None = None) -> None:
+        """Build some engines, or all, on all of their ranks concurrently."""
+        chosen = self.engines if engines is None else engines
+        places: list[tuple[RankAddress | None] | None] = [None] * len(self.ranks)
+        for engine in chosen:
+            for rank, address in zip(engine, addresses(self.of(engine)), strict=True):
+                places[rank] = (address,)
+        self.call_each("build", places)
+
+    def of(self, engine: range) -> RemoteRollout:
+        """Return a handle on one engine, without its replacement."""
+        return RemoteRollout(self.ranks[engine.start : engine.stop], self.timeout, len(engine))
+
+    def each(self) -> list[Self]:
+        """Return one handle per rank."""
+        handles = super().each()
+        for handle in handles:
+            handle.replacer = self.replacer
+        return handles
+
+    def engine_of(self, actor: str) -> range | None:
+        """Return the engine that an actor is a rank of, by its name; None if it is of none."""
+        names = [rank.name for rank in self.ranks]
+        return next((e for e in self.engines if actor in names[e.start : e.stop]), None)
+
+    def serving(self, but: range | None = None) -> list[range]:
+        """Return the engines that have weights, if a sync has given them any, except for `but`."""
+        return [e for e in self.engines if e not in self.without_weights and e != but]
+
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on every rank; replace an engine that is lost, and repeat the call."""
+        while True:
+            try:
+                return super().call_all(method, *args, **kwargs)
+            except ActorDied as error:
+                if self.replacer is None:
+                    raise
+                self.replacer.replace(error)
+
+    def replace_dead(self) -> bool:
+        """Replace engines of which an actor has died, and return whether there were any."""
+        if self.replacer is None or not self.replacer.left:
+            return False
+        dead = [error for engine in self.engines if (error := self._death(engine)) is not None]
+        for error in dead:
+            self.replacer.replace(error)
+        return bool(dead)
+
+    def _death(self, engine: range) -> ActorDied | None:
+        try:
+            self.of(engine).call_all("pid")
+        except ActorDied as error:
+            return error
+        return None
+
+    def sleep(self, level: int = 1, *, tags: Sequence[str] | None = None, **how: Any) -> None:
+        """Release the memory of tags on devices of the trainer; see `Engine.sleep`."""
+        self.version = None
+        self.awake -= {*(TAGS if tags is None else tags)}
+        self._call_sleeping("sleep", level, tags=tags, **how)
+
+    def wake_up(self, tags: Sequence[str] | None = None, **how: Any) -> None:
+        """Map the memory of tags on devices of the trainer; see `Engine.wake_up`."""
+        self._call_sleeping("wake_up", tags, **how)
+        self.awake |= {*(TAGS if tags is None else tags)}
+
+    def shrink(self) -> None:
+        """Announce the last answers before a sleep; see `Engine.shrink`."""
+        self._call_sleeping("shrink")
+
+    def prepare_sleep(self) -> None:
+        """Allocate host memory for sleeps at level 1; see `Engine.prepare_sleep`."""
+        self._call_sleeping("prepare_sleep")
+
+    def _call_sleeping(self, method: str, *args: Any, **kwargs: Any) -> None:
+        if self._sleeping:
+            sleepers = RemoteRollout(self.ranks[: self._sleeping], self.timeout)
+            sleepers.replacer = self.replacer
+            sleepers.call_all(method, *args, **kwargs)
 
     @property
     def weights_version(self) -> int:
@@ -110,17 +254,49 @@ class RemoteRollout(RemoteGroup):
         If a replica refuses a prompt, its error numbers only the prompts of that replica.
         """
         sampling = for_each(prompts, params)
-        dispatched = dispatch_prompts(prompts, sampling, len(self._engines))
-        args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
-        for engine, numbers in zip(self._engines, dispatched, strict=True):
-            share = [prompts[n] for n in numbers], [sampling[n] for n in numbers]
-            for rank in engine if numbers else ():
-                args[rank] = share
-        answers = self.call_each("generate", args)
         completions: dict[int, list[Completion]] = {}
-        for engine, numbers in zip(self._engines, dispatched, strict=True):
-            completions |= zip(numbers, answers[engine.start] or (), strict=True)
+        while missing := [n for n in range(len(prompts)) if n not in completions]:
+            completions |= self._generate(missing, prompts, sampling)
         return [completions[number] for number in range(len(prompts))]
+
+    def _generate(
+        self,
+        numbers: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+    ) -> dict[int, list[Completion]]:
+        """Generate answers to some prompts, by number; those of lost engines may be missing."""
+        engines = self.serving()
+        chosen = [prompts[n] for n in numbers], [sampling[n] for n in numbers]
+        dispatched = dispatch_prompts(*chosen, len(engines))
+        args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
+        for engine, places in zip(engines, dispatched, strict=True):
+            for rank in engine if places else ():
+                args[rank] = tuple(list(map(part.__getitem__, places)) for part in chosen)
+
+        def again(rank: int, error: ActorDied) -> dict[int, Any]:
+            """Replace a lost engine, and give the new one the prompts again if it has weights."""
+            if self.replacer is None:
+                raise error
+            engine, served = self.engine_of(error.actor) or (), self.replacer.replace(error)
+            return {
+                rank: self.ranks[rank].start("generate", *(args[rank] or ())) if served else None
+                for rank in engine
+            }
+
+        answers = self.call_each("generate", args, again)
+        completions: dict[int, list[Completion]] = {}
+        for engine, places in zip(engines, dispatched, strict=True):
+            if answers[engine.start] is not None:
+                own = map(numbers.__getitem__, places)
+                completions |= zip(own, answers[engine.start], strict=True)
+        return completions
+
+
+def introduce(trainer: Any, rollout: Any) -> None:
+    """Register both sides of a device with each other, so that they can hand memory over."""
+    trainer.hand_over_to(rollout.as_peer())
+    rollout.hand_over_to(trainer.as_peer())
 
 
 def dispatch_prompts(

@@ -11,12 +11,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product, starmap
+from itertools import groupby
 from typing import Any, Self
 
 from memsaver.system.interrupts import held
 from rollout.errors import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, OtherRankFailed, RankFailed, SyncError
+from trainer_bridge.remote.placement import Placement
 
 # After a failure, how long to wait for other ranks: one of them may have caused it.
 _GRACE_SECONDS = 5.0
@@ -28,6 +29,11 @@ ONE_RANK = {
     "alias_update", "as_peer", "begin_update", "commit_update", "drain_events", "hand_over_to",
     "report", "take_usage", "verify_update", "weight_layout", "write_update",
 }  # fmt: skip
+
+
+OnDeath = Callable[[int, ActorDied], Mapping[int, Any]]
+"""Called with the rank of a dead actor and the error. Returns, by rank, references to wait for in
+place of earlier ones, or None for ranks whose answers are given up."""
 
 
 class RemoteActor:
@@ -97,18 +103,24 @@ class RemoteGroup:
             args, kwargs = _stored_once(args, kwargs)
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
-    def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+    def call_each(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...] | None],
+        on_death: OnDeath | None = None,
+    ) -> list[Any]:
         """Call a method with different arguments on each rank, and return the answers by rank.
 
         `args` has positional arguments by rank. A rank with None is not called, and its answer is
-        None.
+        None. A dead actor ends the call, unless `on_death` says how to go on.
         """
         pairs = zip(self.ranks, args, strict=True)
-        return self._gather(
-            method, [None if own is None else rank.start(method, *own) for rank, own in pairs]
-        )
+        started = [None if own is None else rank.start(method, *own) for rank, own in pairs]
+        return self._gather(method, started, on_death)
 
-    def _gather(self, method: str, references: Sequence[Any]) -> list[Any]:
+    def _gather(
+        self, method: str, references: Sequence[Any], on_death: OnDeath | None = None
+    ) -> list[Any]:
         import ray
 
         waiting = {
@@ -125,8 +137,14 @@ class RemoteGroup:
             rank = waiting.pop(done[0])
             try:
                 answers[rank] = self.ranks[rank].answer(done[0], method)
-            except ActorDied:
-                raise
+            except ActorDied as error:
+                if on_death is None:
+                    raise
+                instead = on_death(rank, error)
+                waiting = {key: rank for key, rank in waiting.items() if rank not in instead}
+                waiting |= {key: rank for rank, key in instead.items() if key is not None}
+                failed = [failure for failure in failed if failure[0] not in instead]
+                end = time.monotonic() + self.timeout
             except Exception as error:  # may be caused by another rank, which reports it next
                 failed.append((rank, error))
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
@@ -160,18 +178,17 @@ START_SECONDS = 60.0  # limit for Ray to find free devices
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
 # Size of Ray's object store. Only batches and messages pass through it, never weights.
 _STORE_BYTES = 256 << 20
-_ACTORS = 2  # per device: a trainer rank and an engine rank
 
 Place = dict[str, Any]
-"""Ray options that give an actor half of a device."""
+"""Ray options that give an actor its part of a device."""
 
 
 @contextlib.contextmanager
-def connected(address: str | None, devices: int) -> Iterator[None]:
+def connected(address: str | None, actors: int) -> Iterator[None]:
     """Connect to a Ray cluster for the block.
 
     A process that is already connected stays connected. `address` is that of a running cluster.
-    None takes RAY_ADDRESS, or starts a small cluster, with CPUs for `devices`, and ends it with the
+    None takes RAY_ADDRESS, or starts a small cluster, with CPUs for `actors`, and ends it with the
     block.
     """
     import ray
@@ -182,7 +199,7 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
     options: dict[str, Any] = {"address": address}
     if address is None:
-        cpus = max(_ACTORS * devices, cores())
+        cpus = max(actors, cores())
         options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
         options["include_dashboard"] = False
     try:
@@ -216,22 +233,23 @@ def cores() -> int:
 
 
 @contextlib.contextmanager
-def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
-    """Reserve `devices` devices on each of `nodes` machines for the block.
+def reserved(placement: Placement, on_gpu: bool) -> Iterator[list[Place]]:
+    """Reserve the devices of a placement for the block.
 
-    A device is one bundle of a placement group, so both of its actors get the same GPU. An
-    autoscaling cluster has time to grow. The block gets the options for the actors of each device,
-    node by node. Devices that are not free within `START_SECONDS` raise a ValueError.
+    A device is one bundle of a placement group, so all of its actors get the same GPU. An
+    autoscaling cluster has time to grow. The block gets the options for the actors of each device.
+    Devices that are not free within `START_SECONDS` raise a ValueError.
     """
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    bundle: dict[str, float] = {"CPU": _ACTORS, "GPU": 1} if on_gpu else {"CPU": _ACTORS}
+    devices, gpu = placement.bundles(), {"GPU": 1} if on_gpu else {}
+    bundles = [{"CPU": ranks, **gpu} for node, _, ranks in devices if node == 0]
     with contextlib.ExitStack() as undo:
         groups = []
-        for _ in range(nodes):
-            groups.append(placement_group([bundle] * devices, strategy="STRICT_PACK"))
+        for _ in range(placement.nodes):
+            groups.append(placement_group(bundles, strategy="STRICT_PACK"))
             undo.callback(ray.util.remove_placement_group, groups[-1])
         end = time.monotonic() + START_SECONDS
         for group in groups:
@@ -239,12 +257,18 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
                 ray.get(group.ready(), timeout=max(0.0, end - time.monotonic()))
             except ray.exceptions.GetTimeoutError as error:
                 available = ray.available_resources()
-                free = {name: available.get(name, 0) for name in bundle}
+                free = {name: available.get(name, 0) for name in bundles[0]}
+                kinds = [(bundle, len([*same])) for bundle, same in groupby(bundles)]
+                need = " and ".join(f"{placement.nodes} x {n} x {bundle}" for bundle, n in kinds)
                 raise ValueError(
-                    f"the Ray cluster has no room for {nodes} x {devices} x {bundle} (free: {free})"
+                    f"the Ray cluster has no room for {need} (free: {free})"
                     "; stop other jobs of the cluster, or use fewer devices"
                 ) from error
-        half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
-        bundles = product(groups, range(devices))
-        strategies = starmap(PlacementGroupSchedulingStrategy, bundles)
-        yield [{**half, "scheduling_strategy": strategy} for strategy in strategies]
+        yield [
+            {
+                "num_cpus": 1,
+                "num_gpus": 1 / ranks if on_gpu else 0,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(groups[node], index),
+            }
+            for node, index, ranks in devices
+        ]

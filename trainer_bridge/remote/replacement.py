@@ -1,0 +1,123 @@
+"""Replacement of engines whose actors have died, while other engines keep and finish their answers.
+
+A new engine starts at the place of the lost one. On a device of the trainer, the trainer's tags
+leave while the engine starts, because a new engine first holds all of its memory. Afterwards its
+tags are awake or asleep like those of the other engines.
+
+Between a sync and the next sleep, the new engine gets the weights of that sync from the trainer's
+pages. For that, the trainer's parameters must be on the device, or there must be room for them: no
+other engine serves, or all engines are on devices of their own. Otherwise the new engine gets its
+weights in the next sync.
+
+ray is imported on first use.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.tag_names import WEIGHTS
+from trainer_bridge.errors import ActorDied
+from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, introduce
+from trainer_bridge.remote.placement import Placement
+from trainer_bridge.tags import PARAMS, TRAINER_TAGS
+
+OnReplaced = Callable[[int, ActorDied], None]
+"""Called with the number of the replacement and its cause before the new engine starts."""
+
+
+class Replacer:
+    """Starts lost engines again, up to `allowed` times; see the module.
+
+    Args:
+        trainer: The trainer, connected to the rollout.
+        rollout: The engines.
+        placement: The places of both.
+        start: Starts the actor of an engine rank, and returns its handle.
+        allowed: Largest number of replacements.
+        alias: Whether the engine serves the trainer's pages.
+        on_replaced: See `OnReplaced`.
+
+    Attributes:
+        left: Number of replacements that are still allowed.
+    """
+
+    def __init__(
+        self,
+        trainer: RemoteTrainer,
+        rollout: RemoteRollout,
+        placement: Placement,
+        start: Callable[[int], Any],
+        *,
+        allowed: int,
+        alias: bool,
+        on_replaced: OnReplaced,
+    ) -> None:
+        self._trainer, self._rollout, self._placement = trainer, rollout, placement
+        self._start, self._alias, self._on_replaced = start, alias, on_replaced
+        self._done, self.left = 0, allowed
+
+    def replace(self, error: ActorDied) -> bool:
+        """Replace the engine whose actor died, and return whether the new one has weights.
+
+        Raises:
+            ActorDied: `error`, if it is of no engine, or if no replacement is left; or the new
+                engine died while it started.
+        """
+        engine = self._rollout.engine_of(error.actor)
+        if engine is None or not self.left:
+            raise error
+        self._done, self.left = self._done + 1, self.left - 1
+        self._on_replaced(self._done, error)
+        self._trainer.connect_to(range(0))  # unmaps pages of the lost engine
+        self._restart(engine)
+        held, served = self._held(), self._rollout.version is not None
+        others = len(self._rollout.serving(but=engine))
+        served = served and (PARAMS in held or not self._placement.colocate or not others)
+        brief = [PARAMS] if served and PARAMS not in held else []
+        if engine.start in self._placement.shared:
+            self._build_beside_trainer(engine, held, brief)
+        else:
+            self._rollout.build([engine])
+            self._reload(brief)
+        fresh = self._rollout.of(engine)
+        awake = self._rollout.awake if engine.start in self._placement.shared else set()
+        fresh.wake_up(sorted(awake & {WEIGHTS}))
+        if served:
+            self._trainer.connect_to(engine)
+            sync = "alias_weights" if self._alias else "sync_weights"
+            self._trainer.call(sync, self._rollout.version)
+        else:
+            self._rollout.without_weights.add(engine)
+        if brief:
+            self._trainer.offload(*brief)
+        fresh.wake_up(sorted(awake - {WEIGHTS}))
+        return served
+
+    def _restart(self, engine: range) -> None:
+        """Kill what is left of an engine, and start its actors again."""
+        import ray
+
+        for rank in engine:
+            actor = self._rollout.ranks[rank]
+            ray.kill(actor.handle)
+            actor.handle = self._start(rank)
+
+    def _build_beside_trainer(self, engine: range, held: list[str], brief: list[str]) -> None:
+        leaving = [tag for tag in held if not (self._alias and tag == PARAMS)]
+        if leaving:
+            self._trainer.offload(*leaving)
+        self._rollout.build([engine])
+        self._rollout.of(engine).sleep(level=2)
+        self._reload([*leaving, *brief])
+        sides = self._trainer.each(), self._rollout.each()
+        for rank in engine:
+            introduce(*(side[rank] for side in sides))
+
+    def _reload(self, tags: list[str]) -> None:
+        if tags:
+            self._trainer.reload(*tags)
+
+    def _held(self) -> list[str]:
+        """Return the trainer's tags that have memory on the device."""
+        tags = self._trainer.each()[0].report(others=False).tags
+        return [tag for tag in TRAINER_TAGS if tag in tags and tags[tag].committed_bytes]
