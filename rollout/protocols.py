@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -115,6 +116,23 @@ class UpdatableEngine(Protocol):
         Args:
             reason: The reason that an engine without defined weights reports.
         """
+
+
+class ShardedEngine(ABC):
+    """An engine that this process calls, whose weights are divided between other processes."""
+
+    @property
+    @abstractmethod
+    def shards(self) -> Sequence[UpdatableEngine]:
+        """Return the targets of a sync, one per process that has weights."""
+
+
+def sync_targets(engines: Iterable[UpdatableEngine | ShardedEngine]) -> list[UpdatableEngine]:
+    """Return the targets of a sync with engines: the shards of those that have several."""
+    targets: list[UpdatableEngine] = []
+    for engine in engines:
+        targets += engine.shards if isinstance(engine, ShardedEngine) else [engine]
+    return targets
 
 
 class Rollout(UpdatableEngine, Protocol):

@@ -15,7 +15,7 @@ from memsaver.errors import StateError
 from memsaver.system.devices import place_of
 from rollout.engine_base import SaverSide
 from rollout.model import stored_buffers
-from rollout.protocols import UpdatableEngine
+from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
@@ -390,7 +390,7 @@ class Trainer(SaverSide):
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
-    def connect(self, targets: Sequence[UpdatableEngine]) -> None:
+    def connect(self, targets: Sequence[UpdatableEngine | ShardedEngine]) -> None:
         """Connect this rank to the rollout engines whose weights `sync_weights` replaces.
 
         Args:

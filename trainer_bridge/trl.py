@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memsaver.memory import empty_torch_cache
 from rollout.hosted import HostedRollout, VllmEngine
+from trainer_bridge.peft_model import PeftAdapters
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync, named_tensors
 
 
@@ -25,6 +26,8 @@ class InPlaceSync:
     def __init__(self, generation: Any) -> None:
         self.receipt: SyncReceipt | None = None
         self._generation = generation
+        adapted = hasattr(generation.model, "peft_config")
+        self._adapters = PeftAdapters(generation.model) if adapted else None
         engine = VllmEngine(generation.llm)
         self.rollout = HostedRollout(engine, generation.model.name_or_path)
         self._versions = count(1)
@@ -32,19 +35,33 @@ class InPlaceSync:
         self._sync: WeightSync | None = None
 
     def __call__(self) -> None:
-        """Wake vLLM's weights and replace them; call again after an error."""
+        """Wake vLLM's weights and replace them; call again after an error.
+
+        Adapters are merged while the weights are written: each weight is rounded once, and the
+        trainer's own weights keep their bits. If vLLM still holds the last sync, only weights that
+        an update can change are written.
+        """
         generation = self._generation
         empty_torch_cache(self.rollout.saver.device)
         generation.llm.wake_up(tags=["weights"])
-        self.receipt = self._connected().sync(next(self._versions))
+        params, names, factors = self._params(), None, None
+        sync = self._connected(params)
+        if self._adapters is not None:
+            factors = self._adapters.factors()
+            names = self._adapters.trained(params) if sync.holds() else None
+        self.receipt = sync.sync(next(self._versions), names=names, derived=factors)
         generation._llm_weights_sleeping = False
 
-    def _connected(self) -> WeightSync:
+    def _params(self) -> dict[str, Tensor]:
+        if self._adapters is None:
+            return named_tensors(self._generation.model)
+        return self._adapters.tensors()
+
+    def _connected(self, params: Mapping[str, Tensor]) -> WeightSync:
         """Return a sync of the current parameters, rebuilt if they are new objects.
 
         accelerate replaces the parameters when training begins.
         """
-        params = named_tensors(self._generation.model)
         ids = [id(param) for param in params.values()]
         if self._sync is None or ids != self._ids:
             _check_sharding(self._generation.accelerator)
@@ -75,7 +92,8 @@ def use(trainer: Any) -> InPlaceSync:
         The new sync, whose `receipt` describes the last one.
 
     Raises:
-        ValueError: The trainer does not run a colocated vLLM with sleep mode, or trains adapters.
+        ValueError: The trainer does not run a colocated vLLM with sleep mode, or trains adapters
+            that are not merged as base + scale B A (DoRA, embeddings, experts).
         StateError: vLLM's memory is not on our tags.
     """
     generation = getattr(trainer, "vllm_generation", None)
@@ -84,8 +102,6 @@ def use(trainer: Any) -> InPlaceSync:
             'in-place sync needs use_vllm=True, vllm_mode="colocate" and '
             "vllm_enable_sleep_mode=True in the trainer's config"
         )
-    if hasattr(generation.model, "peft_config"):
-        raise ValueError("in-place sync does not support PEFT adapters; use TRL's own sync")
     generation.sync_weights = sync = InPlaceSync(generation)
     return sync
 

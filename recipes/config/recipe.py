@@ -439,8 +439,15 @@ class Recipe:
             "cluster.rollout_gpus": "is untested",
         }
         if kind == "sglang":
-            usual["engine.tensor_parallel_size"] = "puts SGLang's workers into separate processes"
+            usual["engine.tensor_parallel_size"] = (
+                "counts trainer ranks that share an engine; SGLang starts its own processes, set "
+                "engine.options.tp_size"
+            )
             usual["cluster.n_gpus_per_node"] = "is untested above one engine"
+            size = (self.engine.options or {}).get("tp_size", 1)
+            if size != 1 and self.driver == "ray":
+                rule = f"cannot run engine.options.tp_size={size}: an actor sees one GPU"
+                yield "driver", rule, "set driver=inprocess"
         faults = {key: rule for key, rule in usual.items() if self.value(key) != default_of(key)}
         if self.device == "cpu":
             faults["device"] = f"cannot run {name}'s kernels"

@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from memsaver.system.sockets import credentials
 from rollout.actor_base import ActorBase
 
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Method, arguments and keywords of a call."""
 
-def send_call(
-    channel: Connection, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Send a call, whose answer `receive_answer` waits for."""
-    channel.send_bytes(pickle.dumps((method, args, kwargs)))
+
+def send_call(channel: Connection, call: Call | None) -> None:
+    """Send a call, whose answer `receive_answer` waits for; the answer to None is None."""
+    channel.send_bytes(pickle.dumps(call))
 
 
 def receive_answer(channel: Connection) -> tuple[bool, Any]:
@@ -33,9 +33,12 @@ def receive_answer(channel: Connection) -> tuple[bool, Any]:
 
 def answer_call(channel: Connection, side: ActorBase) -> None:
     """Wait for a call, and send its answer; an EOFError says that the other end is gone."""
-    method, args, kwargs = pickle.loads(channel.recv_bytes())
+    call: Call | None = pickle.loads(channel.recv_bytes())
+    answer: tuple[bool, Any] = True, None
     try:
-        answer = True, side.call(method, *args, **kwargs)
+        if call is not None:
+            method, args, kwargs = call
+            answer = True, side.call(method, *args, **kwargs)
     except Exception as error:
         answer = False, error
     channel.send_bytes(pickle.dumps(answer))

@@ -11,19 +11,36 @@ from typing import Any, Self
 
 import torch
 
+from memsaver import StateError
+from rollout.engine_base import PeerSaver
 from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
 from rollout.model.loading import resolve_model, stop_token_ids
+from rollout.protocols import ShardedEngine
 from rollout.requests import Completion, SamplingParams
 
+_OF_A_SHARD = {
+    "weight_layout",
+    "begin_update",
+    "write_update",
+    "verify_update",
+    "commit_update",
+    "alias_update",
+    "digest",
+    "manifest",
+}
+"""Methods of `HostedRollout` with a different result on each scheduler."""
 
-class SglangRollout(Generating):
-    """A `Rollout` over SGLang's engine, whose scheduler runs in another process.
+
+class SglangRollout(Generating, ShardedEngine):
+    """A `Rollout` over SGLang's engine, whose schedulers run in other processes.
 
     Trainer and cycle use it like an `Engine`; `docs/how-to/sglang.md` lists its limits. All methods
-    of `HostedRollout` are available, and run in the scheduler's process. It is not thread-safe: one
-    call at a time. Seeds have no effect unless the engine is built with
-    `enable_deterministic_inference`. Requests that SGLang would truncate are refused.
+    of `HostedRollout` are available, and run in the process of each scheduler. With `tp_size` above
+    1, each scheduler has a shard of the weights, `shards` has one target of a sync per scheduler,
+    and methods return the result of rank 0. It is not thread-safe: one call at a time. Seeds have
+    no effect unless the engine is built with `enable_deterministic_inference`. Requests that SGLang
+    would truncate are refused.
     """
 
     def __init__(self, engine: SglangEngine, path: str | Path, loaded: bool) -> None:
@@ -73,7 +90,8 @@ class SglangRollout(Generating):
             max_context_len: Maximum tokens of prompt and answer together; None: the model's limit.
             cuda_graphs: Decode with CUDA graphs.
             seed: Seed of the engine.
-            **options: Further options of `sglang.Engine`.
+            **options: Further options of `sglang.Engine`. `tp_size` ranks use the GPUs from
+                `device` on.
 
         Raises:
             ValueError: The package is not installed, the device is not a GPU, it has too little
@@ -105,6 +123,8 @@ class SglangRollout(Generating):
             "chunked_prefill_size": max(max_prefill_tokens, page_size),
             "context_length": max_context_len,
             "base_gpu_id": device.index or 0,
+            # Its kernels map the memory of captured graphs, which is on tags, by CUDA IPC.
+            "disable_custom_all_reduce": options.get("tp_size", 1) > 1,
         }
         engine = SglangEngine(own | options)
         try:
@@ -132,21 +152,61 @@ class SglangRollout(Generating):
     def completions(self, output: Any, version: int) -> list[Completion]:
         return [completion(sample, version) for sample in output]
 
-    # ---------------------------------------------------------------- in the scheduler
+    # ---------------------------------------------------------------- in the schedulers
+
+    @property
+    def shards(self) -> Sequence[Any]:
+        size = self.engine.size
+        return [self] if size == 1 else [SglangShard(self.engine, rank) for rank in range(size)]
+
+    def unavailable_reason(self) -> str | None:
+        """Return why `generate` would raise a StateError now; None if all schedulers are ready."""
+        reasons = self.engine.call_all("unavailable_reason")
+        if self.engine.size > 1:
+            reasons = [reason and f"rank {rank}: {reason}" for rank, reason in enumerate(reasons)]
+        return next(filter(None, reasons), None)
+
+    def served_version(self) -> int | None:
+        """Return the version of the weights; None while any scheduler's are undefined."""
+        versions = set(self.engine.call_all("served_version"))
+        return versions.pop() if len(versions) == 1 else None
+
+    def hand_over_to(self, peer: PeerSaver | None) -> None:
+        """Set the receiver of memory that a sleep frees on the device of rank 0."""
+        self.engine.call_rank(0, "hand_over_to", peer)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method that runs in the scheduler's process, or the value of a property there.
+        """Return a method that runs on every scheduler, or the value of a property of rank 0.
 
         The names are those of `HostedRollout`.
         """
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no {name}")
+        if name in _OF_A_SHARD and self.engine.size > 1:
+            raise StateError(
+                f"{name}: each of the {self.engine.size} schedulers has a shard of the weights; "
+                "use the members of `shards`"
+            )
         call = functools.partial(self.engine.call, name)
         return call if callable(getattr(HostedRollout, name)) else call()
 
     def close(self) -> None:
         """End SGLang's processes, which releases all memory."""
         self.engine.close()
+
+
+class SglangShard:
+    """The weights of one scheduler, an `UpdatableEngine` whose pages a sync writes."""
+
+    def __init__(self, engine: SglangEngine, rank: int) -> None:
+        self._engine, self._rank = engine, rank
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the scheduler's `HostedRollout`, or the value of a property."""
+        if name not in _OF_A_SHARD | {"abort_update", "served_version"}:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        call = functools.partial(self._engine.call_rank, self._rank, name)
+        return call if callable(getattr(HostedRollout, name)) else call()
 
 
 def sglang_params(

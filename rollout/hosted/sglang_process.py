@@ -1,8 +1,9 @@
-"""A `sglang.Engine` with memory on memsaver's tags, and the calls to its scheduler's process.
+"""A `sglang.Engine` with memory on memsaver's tags, and the calls to its schedulers' processes.
 
-The scheduler has the weights. SGLang starts it by `Engine.run_scheduler_process_func`, and calls
-`Scheduler.answer_memsaver` for `collective_rpc` between two steps. Both are SGLang's own extension
-points; nothing of SGLang is changed.
+The schedulers have the weights, one scheduler per tensor-parallel rank. SGLang starts them by
+`Engine.run_scheduler_process_func`, and calls `Scheduler.answer_memsaver` of all of them for
+`collective_rpc` between two steps. Both are SGLang's own extension points; nothing of SGLang is
+changed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import atexit
 import contextlib
 import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from torch import nn
@@ -42,34 +44,44 @@ _REPACKING = ("use_flashinfer_trtllm_moe", "use_triton_kernels")
 
 
 class SglangEngine:
-    """A `sglang.Engine` with one scheduler, in another process."""
+    """A `sglang.Engine` with one scheduler per tensor-parallel rank, in other processes.
+
+    Attributes:
+        size: Number of schedulers.
+        seeded: Whether a request's seed has an effect.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Start the engine and its scheduler, with options of `sglang.Engine`.
+        """Start the engine and its schedulers, with options of `sglang.Engine`.
 
         Raises:
-            ValueError: The package is not installed, or the options start several schedulers.
-            RuntimeError: The scheduler ended during its start.
+            ValueError: The package is not installed, or the options divide the engine by other
+                means than tensor parallelism.
+            RuntimeError: A scheduler ended during its start.
         """
         require("sglang")
-        _require_one(options)
+        _require_one_replica(options)
+        self.size: int = options.get("tp_size", 1)
         memsaver.compat.hook_sglang()
         # sglang.Engine is a lazy proxy of this class, and cannot be subclassed.
         engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
         self._io = importlib.import_module(_IO)
-        self._channel, theirs = multiprocessing.get_context("spawn").Pipe()
+        pipes = [multiprocessing.get_context("spawn").Pipe() for _ in range(self.size)]
+        self._channels, theirs = [own for own, _ in pipes], [their for _, their in pipes]
         start = staticmethod(functools.partial(run_scheduler, theirs))
         kind = type("Engine", (engine,), {"run_scheduler_process_func": start})
         with _own_signals():
             own = {"enable_memory_saver": True, "custom_sigquit_handler": _ignore_end}
             self.engine: Any = kind(**own, **options)
-            theirs.close()  # only the scheduler keeps it open, so its end closes the pipe
+            for end in theirs:  # only its scheduler keeps it open, so its end closes the pipe
+                end.close()
             self._manager: Any = self.engine.tokenizer_manager
             self.engine.loop.run_until_complete(self._listen())
-        # Readable when the scheduler has ended. The loop needs a descriptor that is not the
-        # channel's, because it makes the descriptors that it watches non-blocking.
-        self._process = os.pidfd_open(self.engine.get_all_child_pids()[0])
-        # SGLang's handler would end this process, with the trainer in it, when its scheduler ends.
+        # Readable when a scheduler has ended. The loop needs descriptors that are not the
+        # channels', because it makes the descriptors that it watches non-blocking.
+        pids = self.engine.get_all_child_pids()[: self.size]
+        self._processes = [os.pidfd_open(pid) for pid in pids]
+        # SGLang's handler would end this process, with the trainer in it, when a scheduler ends.
         self._before = signal.signal(signal.SIGQUIT, _ignore_end)
         self.seeded = bool(options.get("enable_deterministic_inference"))
 
@@ -80,21 +92,52 @@ class SglangEngine:
             self.engine.loop.remove_signal_handler(number)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the scheduler's `SchedulerSide`, or of its `HostedRollout`.
+        """Call a method of every scheduler, and return the result of rank 0; see `exchange`."""
+        return self.call_all(method, *args, **kwargs)[0]
 
-        Arguments are pickled. An error of the method is raised here. A StateError says that the
-        scheduler has ended.
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every scheduler, and return the results by rank; see `exchange`."""
+        return self.exchange([(method, args, kwargs)] * self.size)
+
+    def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one scheduler, and return its result; see `exchange`."""
+        calls: list[channel.Call | None] = [None] * self.size
+        calls[rank] = method, args, kwargs
+        return self.exchange(calls)[rank]
+
+    def exchange(self, calls: Sequence[channel.Call | None]) -> list[Any]:
+        """Make one call per scheduler, or none, together between two steps of the engine.
+
+        The methods are those of a scheduler's `SchedulerSide`, or of its `HostedRollout`. Arguments
+        are pickled. The first error of a method is raised here once all have returned. A StateError
+        says that a scheduler has ended.
         """
         try:
-            channel.send_call(self._channel, method, args, kwargs)
+            for end, call in zip(self._channels, calls, strict=True):
+                channel.send_call(end, call)
             self._io.sock_send(self.engine.send_to_rpc, self._io.RpcReqInput(method=ANSWER))
-            good, answer = channel.receive_answer(self._channel)
+            answers = [self._received(end) for end in self._channels]
+            while not self.engine.send_to_rpc.poll(1000):  # ms, until all have passed a barrier
+                self._check_processes()
         except (EOFError, OSError) as error:
             raise _ended_error() from error
         self._io.sock_recv(self.engine.send_to_rpc)
-        if not good:
-            raise answer
-        return answer
+        failed = [(rank, answer) for rank, (good, answer) in enumerate(answers) if not good]
+        if failed:
+            rank, first = failed[0]
+            if self.size > 1:
+                first.add_note(f"raised by the scheduler of rank {rank} of {self.size}")
+            raise first
+        return [answer for _, answer in answers]
+
+    def _received(self, end: Connection) -> tuple[bool, Any]:
+        if end not in wait([end, *self._processes]):
+            self._check_processes()
+        return channel.receive_answer(end)
+
+    def _check_processes(self) -> None:
+        if wait(self._processes, 0):
+            raise EOFError("a scheduler has ended")
 
     def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
         """Answer the prompts. After an error, no request is left in the engine.
@@ -105,7 +148,8 @@ class SglangEngine:
         """
         loop = self.engine.loop
         ended = loop.create_future()
-        loop.add_reader(self._process, ended.cancel)
+        for process in self._processes:
+            loop.add_reader(process, ended.cancel)
         answers: list[Outputs] = [loop.create_future() for _ in prompts]
         waiting = {answer: number for number, answer in enumerate(answers)}
         left = {loop.create_task(task) for task in self._requests(prompts, params, answers)}
@@ -124,9 +168,10 @@ class SglangEngine:
             loop.run_until_complete(self._abort(left, ended))
             raise
         finally:
-            loop.remove_reader(self._process)
-            while not ended.done() and not self.call("is_idle"):
-                time.sleep(0.001)  # the scheduler runs one more step after the last answer
+            for process in self._processes:
+                loop.remove_reader(process)
+            while not ended.done() and not all(self.call_all("is_idle")):
+                time.sleep(0.001)  # a scheduler runs one more step after the last answer
 
     def _requests(
         self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
@@ -178,8 +223,10 @@ class SglangEngine:
         for pid in self.engine.get_all_child_pids():
             utils.kill_process_tree(pid, wait_timeout=60)
         self.engine.send_to_rpc.close(linger=0)
-        self._channel.close()
-        os.close(self._process)
+        for end in self._channels:
+            end.close()
+        for process in self._processes:
+            os.close(process)
         signal.signal(signal.SIGQUIT, self._before)
 
 
@@ -208,19 +255,30 @@ def _ended_error() -> StateError:
     )
 
 
-def _require_one(options: dict[str, Any]) -> None:
-    for name in ("tp_size", "dp_size", "pp_size", "nnodes"):
+def _require_one_replica(options: dict[str, Any]) -> None:
+    for name in ("dp_size", "pp_size", "nnodes"):
         if options.get(name, 1) != 1:
-            raise ValueError(f"{name}={options[name]}: one scheduler must have all weights; use 1")
+            raise ValueError(
+                f"{name}={options[name]}: only tensor parallelism divides the weights; use 1, and "
+                "tp_size"
+            )
 
 
-def run_scheduler(calls: Connection, *args: Any, **kwargs: Any) -> None:
-    """Run SGLang's `run_scheduler_process` with memory on tags and calls from `calls`."""
+def run_scheduler(channels: Sequence[Connection], *args: Any, **kwargs: Any) -> None:
+    """Run SGLang's `run_scheduler_process` with memory on tags and calls from this rank's channel.
+
+    `channels` are those of all ranks. Other arguments are those of SGLang's function.
+    """
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     memsaver.compat.hook_sglang()
     module = importlib.import_module(_SCHEDULER)
+    bound = inspect.signature(module.run_scheduler_process).bind(*args, **kwargs)
+    rank = bound.arguments["tp_rank"]
+    for number, other in enumerate(channels):
+        if number != rank:  # a channel must close when its scheduler ends
+            other.close()
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-    own = answering(module.Scheduler, calls)
+    own = answering(module.Scheduler, channels[rank])
     hooks.HookRegistry.register(f"{_SCHEDULER}.Scheduler", own, hooks.HookType.REPLACE)
     module.run_scheduler_process(*args, **kwargs)
 
@@ -274,6 +332,8 @@ class HostedScheduler(HostedEngine):
                 "tags; pass enable_memory_saver=True, and disable plugins that replace the adapter"
             )
         self.saver = saver
+        if scheduler.server_args.tp_size > 1:
+            self.group = scheduler.tp_cpu_group
         self.model = scheduler.tp_worker.model_runner.model
 
     def tags_behind(self, tag: str) -> list[str]:

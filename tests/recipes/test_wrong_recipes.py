@@ -157,7 +157,8 @@ RULES = [
         "sampling.max_tokens=8 sampling.length_penalty=1 sampling.length_penalty_tokens=9",
         "tokens=9: exceeds sampling.max_tokens=8; set sampling.length_penalty_tokens=8",
     ),
-    ("tiny", f"{SGLANG} {TWO}", "size=2: puts SGLang's workers into separate processes"),
+    ("tiny", f"{SGLANG} {TWO}", "size=2: counts trainer ranks that share an engine; SGLang"),
+    ("tiny", f"{SGLANG} driver=ray engine.options.tp_size=2", "an actor sees one GPU; set driver"),
     ("tiny", f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "is untested above one"),
 ]
 # Overrides without effect, and the reason.

@@ -69,7 +69,7 @@ SGLANG_FIELDS = {
         "max_running_requests", "chunked_prefill_size", "context_length", "base_gpu_id",
         "enable_memory_saver", "custom_sigquit_handler", "enable_deterministic_inference",
         "tp_size", "dp_size", "pp_size", "nnodes", "moe_runner_backend", "log_level",
-        "attention_backend", "sampling_backend",
+        "attention_backend", "sampling_backend", "disable_custom_all_reduce",
     },
     "SamplingParams": {
         "n", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop_token_ids",
@@ -105,8 +105,11 @@ SGLANG_WORDS = {
     "srt/managers/io_struct.py": ["def sock_send(", "def sock_recv("],
     "srt/managers/scheduler.py": [
         "def run_scheduler_process(", "    load_plugins()", "self.memory_saver_adapter =",
-        "self.max_req_len,", "self.max_total_num_tokens",
+        "self.max_req_len,", "self.max_total_num_tokens", "    tp_rank: int,",
+        "self.tp_cpu_group = self.tp_group.cpu_group", "barrier(group=self.tp_group.cpu_group)",
+        "self.server_args = server_args",
     ],
+    "srt/managers/scheduler_components/request_receiver.py": ["recv_reqs = broadcast_pyobj("],
     "srt/managers/tp_worker.py": ["def model_runner(self)"],
     "srt/managers/tokenizer_manager.py": ["_subprocess_watchdog"],
     "srt/entrypoints/engine.py": ["self.loop =", "self.send_to_rpc =", "self.tokenizer_manager ="],

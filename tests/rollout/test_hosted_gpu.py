@@ -110,10 +110,10 @@ def vllm(path: str, **options: Any) -> VllmRollout:
     return VllmRollout.from_pretrained(path, load_weights=False, **SIZES, **options)
 
 
-def sglang(path: str) -> SglangRollout:
+def sglang(path: str, **options: Any) -> SglangRollout:
     # These backends run on every GPU and need no other package.
     backends = {"attention_backend": "triton", "sampling_backend": "pytorch"}
-    return SglangRollout.from_pretrained(path, load_weights=False, **SIZES, **backends)
+    return SglangRollout.from_pretrained(path, load_weights=False, **SIZES, **backends, **options)
 
 
 # Model, tied embeddings, engine. Qwen2 and Llama have different runners in vLLM 0.24.
@@ -275,6 +275,40 @@ def test_sglang_has_three_tags_and_refuses_too_long_requests(pair: Pair) -> None
 
 
 # ---------------------------------------------------------------- tests of one engine
+
+
+@needs("sglang")
+@pytest.mark.gpus(2)
+def test_two_sglang_schedulers_serve_the_synced_weights_through_sleeps(tmp_path: Path) -> None:
+    """Write both GPUs' shards from one rank, and compare with the weights SGLang loads itself."""
+    path = describe(tmp_path / "model", "qwen2", tie_word_embeddings=True, **SHAPE)
+    rollout: Any = sglang(path, tp_size=2)
+    saver = MemorySaver("cuda:0")
+    config = TrainerConfig(model_path=path, device="cuda:0", random_init=True)
+    trainer = Trainer(config, saver)
+    try:
+        trainer.connect([rollout])
+        pair = Pair(rollout, trainer)
+        seen = []
+        for level in (1, 2, 1):
+            version = pair.synced()
+            digests = [shard.digest() for shard in rollout.shards]
+            assert rollout.served_version() == version and len(set(digests)) == 2
+            answers = tokens(rollout.generate(prompts(version), GREEDY))
+            seen.append(answers)
+            pair.load()
+            assert digests == [shard.digest() for shard in rollout.shards]
+            assert tokens(rollout.generate(prompts(version), GREEDY)) == answers
+            rollout.sleep(level)
+            assert all(report.committed_bytes == 0 for report in rollout.engine.call_all("report"))
+            rollout.wake_up()
+            if level == 1:
+                assert tokens(rollout.generate(prompts(version), GREEDY)) == answers
+        assert seen[0] != seen[1] != seen[2]
+    finally:
+        trainer.close()
+        saver.close()
+        rollout.close()
 
 
 def environment(folder: Path, group: str, **variables: str) -> dict[str, str]:

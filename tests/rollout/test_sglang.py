@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,91 @@ def test_scheduler_that_fails_to_start_raises(path: str) -> None:
         SglangEngine(options(path, load_format="broken"))
 
 
-def test_several_schedulers_and_the_cpu_are_refused(path: str) -> None:
-    with pytest.raises(ValueError, match="tp_size=2: one scheduler"):
-        SglangEngine(options(path, tp_size=2))
+def test_several_replicas_and_the_cpu_are_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="dp_size=2: only tensor parallelism .* tp_size"):
+        SglangEngine(options(path, dp_size=2))
     with pytest.raises(ValueError, match="device=cpu: SGLang needs a GPU"):
         build_engine("sglang", {"path": path, "device": "cpu"})
+
+
+@pytest.fixture
+def two(path: str) -> Iterator[tuple[SglangRollout, Trainer]]:
+    """Yield a rollout with two schedulers, and a trainer that is connected to it."""
+    rollout = SglangRollout(SglangEngine(options(path, tp_size=2)), path, loaded=False)
+    trainer = Trainer(TrainerConfig(model_path=path, device="cpu", random_init=True, threads=1))
+    trainer.connect([rollout])
+    yield rollout, trainer
+    trainer.close()
+    rollout.close()
+
+
+def test_two_schedulers_get_their_shards_and_serve_one_version(
+    two: tuple[SglangRollout, Trainer],
+) -> None:
+    """Compare the digest of each scheduler's weights with those of SGLang's own loader."""
+    rollout, trainer = two
+    assert "rank 0: weights undefined" in str(rollout.unavailable_reason())
+    digests = trainer.sync_weights(1).digests
+    assert rollout.served_version() == 1 and len(set(digests)) == 2
+    assert digests == tuple(shard.digest() for shard in rollout.shards)
+    first = answers(rollout)
+    rollout.sleep(1)
+    assert all(report.committed_bytes == 0 for report in rollout.engine.call_all("report"))
+    rollout.wake_up()
+    assert answers(rollout) == first
+    tensors = [(name, shard.bfloat16()) for name, shard in trainer.shards().items()]
+    rollout.engine.engine.update_weights_from_tensor(tensors)
+    assert digests == tuple(shard.digest() for shard in rollout.shards)
+    with pytest.raises(StateError, match="begin_update: each of the 2 schedulers .* `shards`"):
+        rollout.begin_update(2)
+
+
+def test_failed_verification_of_one_scheduler_commits_on_none(
+    two: tuple[SglangRollout, Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, trainer = two
+    trainer.sync_weights(1)
+    exchange = rollout.engine.exchange
+
+    def corrupted(calls: list[Any]) -> list[Any]:
+        if calls[1] is not None and calls[1][0] == "verify_update":
+            calls = [None, ("verify_update", (replace(calls[1][1][0], digest=1),), {})]
+        return exchange(calls)
+
+    monkeypatch.setattr(rollout.engine, "exchange", corrupted)
+    with pytest.raises(Exception, match="digest") as caught:
+        trainer.sync_weights(2)
+    assert "rank 1 of 2" in "".join(caught.value.__notes__)
+    assert rollout.engine.call_all("served_version") == [None, None]
+    assert "rank 0: weights undefined" in str(rollout.unavailable_reason())
+    monkeypatch.undo()
+    trainer.sync_weights(3)
+    assert rollout.served_version() == 3 and answers(rollout)
+
+
+def test_sleep_that_one_scheduler_refuses_is_named_and_can_be_repeated(
+    two: tuple[SglangRollout, Trainer],
+) -> None:
+    rollout, trainer = two
+    trainer.sync_weights(1)
+    rollout.engine.call_rank(1, "sleep", 1)
+    assert "rank 1: paused: weights, kv_cache" in str(rollout.unavailable_reason())
+    with pytest.raises(StateError, match="cannot generate: .*rank 1"):
+        answers(rollout)
+    rollout.wake_up()
+    assert answers(rollout)
+    with pytest.raises(ValueError, match="level") as caught:
+        rollout.sleep(3)
+    assert "rank 0 of 2" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_end_of_either_scheduler_raises(rank: int, path: str) -> None:
+    engine = SglangEngine(options(path, tp_size=2))
+    os.kill(engine.engine.get_all_child_pids()[rank], signal.SIGKILL)
+    with pytest.raises(StateError, match="SGLang's scheduler has ended"):
+        engine.call("is_idle")
+    engine.close()
 
 
 def test_missing_and_old_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

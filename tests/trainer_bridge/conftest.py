@@ -12,6 +12,7 @@ import pytest
 import memsaver
 from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.models import config, write_model
+from tests.helpers.trainer_bridge.trl_generation import imported, tiny_generation
 from trainer_bridge import Trainer
 from trainer_bridge.training import Runtime
 
@@ -46,3 +47,10 @@ def make_trainer() -> Iterator[Callable[..., Trainer]]:
             return trainer
 
         yield make
+
+
+@pytest.fixture
+def generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield TRL's object for colocated vLLM over a tiny Qwen2, with a stand-in for vLLM."""
+    for kind in imported(monkeypatch):
+        yield from tiny_generation(kind, tmp_path, monkeypatch)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,47 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
 
 from memsaver import StateError
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.rollout.package_names import Wheel
-from tests.helpers.trainer_bridge.other_trainers import STAND_IN, missing_for_trl
+from tests.helpers.trainer_bridge.trl_generation import WHEEL, own_sync, rank_generation
 from trainer_bridge import trl
 
-WHEEL = Wheel("trl")
 pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
-
-
-@pytest.fixture
-def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Import TRL's class with stand-ins for vLLM and for packages that it does not need here."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [STAND_IN, *sys.path, str(WHEEL.folder.parent)])
-    for name, module in missing_for_trl().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
-        del sys.modules[name]  # monkeypatch restores the original modules
-
-
-@pytest.fixture
-def generation(
-    generation_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
-    from accelerate import Accelerator
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets the variable; monkeypatch restores it
-        monkeypatch.delenv(name)
-    model = save_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
-    model.name_or_path = str(tmp_path)
-    accelerator = Accelerator(cpu=True)
-    generation = generation_class(model, accelerator, None, mode="colocate", enable_sleep_mode=True)
-    yield generation
-    generation.llm.fused.close()
 
 
 def change(model: torch.nn.Module) -> None:
@@ -64,7 +28,7 @@ def change(model: torch.nn.Module) -> None:
 
 def assert_matches_own_sync(generation: Any, written: dict[str, torch.Tensor]) -> None:
     """Check that TRL's own sync writes the same weights as `written`."""
-    type(generation).sync_weights(generation)
+    own_sync(generation)
     for name, stored in generation.llm.fused.model.tensors().items():
         assert torch.equal(written[name].view(torch.uint8), stored.view(torch.uint8)), name
 
@@ -99,11 +63,9 @@ def test_replaced_parameters_are_synced(generation: Any) -> None:
 
 
 def test_unsupported_settings_sharding_and_allocators_are_refused(generation: Any) -> None:
-    adapted = SimpleNamespace(peft_config={})
     for attribute, value, words in (
         ("mode", "server", 'vllm_mode="colocate"'),
         ("enable_sleep_mode", False, "vllm_enable_sleep_mode=True"),
-        ("model", adapted, "adapters"),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=words):
             patch.setattr(generation, attribute, value)
@@ -126,17 +88,8 @@ def test_unsupported_settings_sharding_and_allocators_are_refused(generation: An
 
 def rank_of_two(rank: int, folder: str, size: int) -> int:
     """Run a rank whose model is sharded by FSDP2 after vLLM has started, as accelerate does."""
-    assert WHEEL.folder is not None
-    sys.path[:] = [STAND_IN, *sys.path, str(WHEEL.folder.parent)]
-    sys.modules.update(missing_for_trl())
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # unused: the group exists
-    from accelerate import Accelerator
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine: dict[str, Any] = {"enable_sleep_mode": True, "tensor_parallel_size": size}
-    generation = VLLMGeneration(model, Accelerator(cpu=True), None, **engine)
+    generation = rank_generation(rank, folder, size)
+    model: Any = generation.model
     sync = trl.use(SimpleNamespace(vllm_generation=generation))
     for layer in model.model.layers:
         fully_shard(layer)

@@ -30,7 +30,7 @@ import memsaver
 from memsaver.ops.hash import MASK64
 from memsaver.system.devices import place_of
 from rollout.model import stored_buffers
-from rollout.protocols import UpdatableEngine
+from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement, group_agreement
@@ -48,7 +48,7 @@ from trainer_bridge.sync.writer import (
 )
 
 T = TypeVar("T")
-_WRAPPED = "_checkpoint_wrapped_module."
+WRAPPED = "_checkpoint_wrapped_module."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class WeightSync:
         self,
         shards: Sequence[SourceShard],
         sources: Callable[[], Mapping[str, Tensor]],
-        targets: Sequence[UpdatableEngine],
+        targets: Sequence[UpdatableEngine | ShardedEngine],
         agreement: Agreement | None = None,
         *,
         place: str,
@@ -130,7 +130,8 @@ class WeightSync:
             shards: This rank's shards, and its copy of the buffers that the targets compute with.
             sources: Returns this rank's tensors by name; called in every sync. The tensors may
                 move, and change strides and dtype.
-            targets: Targets that this rank calls; may be empty.
+            targets: Engines that this rank calls; may be empty. Each shard of an engine is a
+                target of its own.
             agreement: Agreement of all ranks; None for a single rank.
             place: Place of this rank's device, as in `WeightLayout`.
 
@@ -139,13 +140,13 @@ class WeightSync:
                 been touched.
         """
         self.agreement = agreement = agreement or Agreement()
-        self.targets = tuple(targets)
+        self.targets = tuple(sync_targets(targets))
         self._shards = tuple(shards)
         self.sources = sources
         self._version: int | None = None
         self._device = device_of(sources())
         members = agreement.agree(
-            "connect", lambda: (place, list(shards), [t.weight_layout() for t in targets])
+            "connect", lambda: (place, list(shards), [t.weight_layout() for t in self.targets])
         )
         counts = [len(layouts) for _, _, layouts in members]
         self._first = sum(counts[: agreement.rank])
@@ -362,7 +363,7 @@ class WeightSync:
 
 
 def module_sync(
-    params: nn.Module | Mapping[str, Tensor], targets: Sequence[UpdatableEngine]
+    params: nn.Module | Mapping[str, Tensor], targets: Sequence[UpdatableEngine | ShardedEngine]
 ) -> WeightSync:
     """Plan the sync of a module's parameters, plain or sharded by FSDP2, with rollouts.
 
@@ -405,7 +406,7 @@ def module_sync(
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and stored buffers, without the names of checkpoint wrappers."""
     named = dict(module.named_parameters()) | stored_buffers(module)
-    return {name.replace(_WRAPPED, ""): tensor for name, tensor in named.items()}
+    return {name.replace(WRAPPED, ""): tensor for name, tensor in named.items()}
 
 
 def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:

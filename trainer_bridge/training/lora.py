@@ -228,11 +228,13 @@ def peft_tensors(name: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
 def shard_factors(adapter: Adapter) -> LowRank:
     """Return the parts of A and B that belong to this rank's shard of the weight."""
     weight, a, b, scale = adapter
-    assert isinstance(weight, DTensor) and isinstance(b, DTensor)
+    if not isinstance(weight, DTensor):
+        return LowRank(a=_whole(a), b=_whole(b), scale=scale)
     *experts, rows, columns = (
         slice(start, start + size) for start, size in zip(*shard_box(weight), strict=True)
     )
-    alike = b.placements == weight.placements  # weight and B are sharded by rows, or by expert
+    # Weight and B are sharded by rows, or by expert.
+    alike = isinstance(b, DTensor) and b.placements == weight.placements
     return LowRank(
         a=local_shard(a) if alike and experts else _whole(a)[*experts, :, columns],
         b=local_shard(b) if alike else _whole(b)[*experts, rows],
@@ -247,7 +249,8 @@ def _peft_path(name: str) -> str:
 
 
 def _whole(param: Tensor) -> Tensor:
-    assert isinstance(param, DTensor)
+    if not isinstance(param, DTensor):
+        return param.detach()
     if param.device_mesh.size() == 1:
         return local_shard(param)
     return param.full_tensor().detach()

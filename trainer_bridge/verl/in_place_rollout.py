@@ -59,7 +59,7 @@ class WorkerHandle:
         try:
             if self._channel is None:
                 raise EOFError
-            channel.send_call(self._channel, method, args, kwargs)
+            channel.send_call(self._channel, (method, args, kwargs))
             good, answer = channel.receive_answer(self._channel)
         except (EOFError, OSError) as error:
             raise StateError(

@@ -1,8 +1,11 @@
 import asyncio
 import signal
+import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 from sglang.srt.managers.io_struct import Socket
 from sglang.srt.managers.scheduler import run_scheduler_process
@@ -16,20 +19,29 @@ class Engine:
     def __init__(self, **kwargs: Any) -> None:
         load_plugins()
         signal.signal(signal.SIGQUIT, kwargs.get("custom_sigquit_handler", signal.SIG_DFL))
-        rpc, theirs = server.Pipe()
-        self.requests, others = server.Pipe()
-        self.process = server.Process(
-            target=self.run_scheduler_process_func,
-            args=(SimpleNamespace(**kwargs), theirs, others),
-            daemon=True,
-        )
-        self.process.start()
-        theirs.close()
-        others.close()
+        options, ports = SimpleNamespace(**{"tp_size": 1, **kwargs}), SimpleNamespace()
+        ports.meeting = f"file://{tempfile.mkdtemp()}/meet"
+        self.processes, ready = [], []
+        for rank in range(options.tp_size):
+            pipes = server.Pipe(), server.Pipe()
+            process = server.Process(
+                target=self.run_scheduler_process_func,
+                args=(options, ports, 0, rank, pipes[0][1], pipes[1][1]),
+                daemon=True,
+            )
+            process.start()
+            self.processes.append(process)
+            for _, theirs in pipes:
+                theirs.close()
+            ready.append(pipes[1][0])
+            if rank == 0:
+                rpc, self.requests = pipes[0][0], pipes[1][0]
         try:
-            self.requests.recv()
+            for work in ready:
+                work.recv()
         except EOFError:
             raise RuntimeError("Rank 0 scheduler died during initialization") from None
+        self.others = ready[1:]
         self.send_to_rpc: Any = Socket(rpc)
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = SimpleNamespace(
@@ -63,7 +75,7 @@ class Engine:
             await self.aborted.wait()
             params["max_new_tokens"] = 1
         async with self.turn:
-            self.requests.send((input_ids, params))
+            self.requests.send(("answer", input_ids, params))
             while not self.requests.poll():
                 await asyncio.sleep(0.001)
             answer = self.requests.recv()
@@ -82,7 +94,12 @@ class Engine:
                 yield {**task.result(), "index": tasks.pop(task)}
 
     def get_all_child_pids(self) -> list[int]:
-        return [self.process.pid or 0]
+        return [process.pid or 0 for process in self.processes]
+
+    def update_weights_from_tensor(self, tensors: list[tuple[str, Tensor]]) -> tuple[bool, str]:
+        self.requests.send(("load", tensors))
+        return self.requests.recv(), ""
 
     def shutdown(self) -> None:
-        self.process.kill()
+        for process in self.processes:
+            process.kill()

@@ -19,6 +19,9 @@ class Socket:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
+    def poll(self, timeout: int) -> bool:
+        return self.connection.poll(timeout / 1000)
+
     def close(self, linger: int | None = None) -> None:
         self.connection.close()
 

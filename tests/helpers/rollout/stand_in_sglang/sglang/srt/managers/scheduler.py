@@ -6,17 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig
 
 from sglang.srt.managers.io_struct import RpcReqInput, RpcReqOutput
 from sglang.srt.plugins import load_plugins
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-from tests.helpers.rollout.fused import FusedModel
+from tests.helpers.rollout.fused import FusedModel, Share
 
 
 class Scheduler:
-    def __init__(self, server_args: Any) -> None:
+    def __init__(self, server_args: Any, tp_rank: int) -> None:
+        self.server_args, self.tp_cpu_group = server_args, dist.group.WORLD
         if server_args.load_format == "broken":
             raise RuntimeError("no such weights")
         self.memory_saver_adapter: Any = TorchMemorySaverAdapter.create(
@@ -32,7 +34,7 @@ class Scheduler:
 
         config = AutoConfig.from_pretrained(server_args.model_path)
         with self.memory_saver_adapter.region("weights", enable_cpu_backup=False):
-            model = FusedModel(config, False, True, make)
+            model = FusedModel(config, False, True, make, Share(tp_rank, server_args.tp_size))
         with self.memory_saver_adapter.region("kv_cache"):
             self.kv_cache = torch.empty(1 << 16, dtype=torch.uint8)
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
@@ -47,7 +49,13 @@ class Scheduler:
 
     def handle_rpc_request(self, recv_req: RpcReqInput) -> RpcReqOutput:
         getattr(self, recv_req.method)(**(recv_req.parameters or {}))
+        if self.server_args.tp_size > 1:
+            dist.barrier(self.tp_cpu_group)
         return RpcReqOutput(success=True, message="")
+
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> bool:
+        self.tp_worker.model_runner.model.load_weights(tensors)
+        return True
 
     def answer(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         self.busy = 3
@@ -64,21 +72,38 @@ class Scheduler:
         return {"output_ids": tokens, "meta_info": info}
 
 
-def run_scheduler_process(server_args: Any, rpc: Connection, requests: Connection) -> None:
+def run_scheduler_process(
+    server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, rpc: Connection, work: Connection
+) -> None:
+    """Serve (method, arguments) from `work` and requests from `rpc`, which rank 0 broadcasts."""
     load_plugins()
+    ranks = server_args.tp_size
+    if ranks > 1:
+        dist.init_process_group(
+            "gloo", init_method=port_args.meeting, rank=tp_rank, world_size=ranks
+        )
     try:
-        scheduler = Scheduler(server_args)
+        scheduler = Scheduler(server_args, tp_rank)
     except Exception:
         parent = multiprocessing.parent_process()
         assert parent is not None and parent.pid is not None
         os.kill(parent.pid, signal.SIGQUIT)
         raise
-    requests.send("ready")
+    work.send("ready")
     from multiprocessing.connection import wait
 
     while True:
-        for ready in wait([rpc, requests]):
-            if ready is rpc:
-                rpc.send(scheduler.handle_rpc_request(rpc.recv()))
+        received: list[Any] = []
+        if tp_rank == 0:
+            received = [(ready is rpc, ready.recv()) for ready in wait([rpc, work])]
+        if ranks > 1:
+            everywhere = [received]
+            dist.broadcast_object_list(everywhere)
+            (received,) = everywhere
+        for is_rpc, message in received:
+            if is_rpc:
+                answer: Any = scheduler.handle_rpc_request(message)
             else:
-                requests.send(scheduler.answer(*requests.recv()))
+                answer = getattr(scheduler, message[0])(*message[1:])
+            if tp_rank == 0:
+                (rpc if is_rpc else work).send(answer)
