@@ -175,13 +175,13 @@ def run_pairs(count: int, folder: Path, size: int = 1) -> list[Any]:
 
 
 def test_sync_writes_the_same_weights_as_verl(tmp_path: Path) -> None:
-    assert run_pairs(1, tmp_path) == ["ShardedEngine InPlaceRollout"]
+    assert run_pairs(1, tmp_path) == ["UngatheredEngine InPlaceRollout"]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_ranks_write_into_all_workers(tmp_path: Path, size: int) -> None:
-    assert run_pairs(2, tmp_path, size) == ["ShardedEngine InPlaceRollout"] * 2
+    assert run_pairs(2, tmp_path, size) == ["UngatheredEngine InPlaceRollout"] * 2
 
 
 def test_entry_point_is_a_module_because_verl_calls_nothing() -> None:

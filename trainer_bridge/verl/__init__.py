@@ -1,6 +1,6 @@
 """In-place weight sync for verl with colocated vLLM (`rollout.name=memsaver_vllm`).
 
-verl imports the modules in its own processes: `sharded_engine` and `in_place_rollout` in those of
+verl imports the modules in its own processes: `ungathered_engine` and `in_place_rollout` in those of
 the trainer, `replica` in its driver and in the actor of vLLM's server, `worker_extension` in vLLM's
 workers.
 """
@@ -28,9 +28,9 @@ def register(vendor: str) -> None:
     if "RANK" in os.environ:
         from verl.workers.engine import EngineRegistry
 
-        from trainer_bridge.verl.sharded_engine import ShardedEngine
+        from trainer_bridge.verl.ungathered_engine import UngatheredEngine
 
-        EngineRegistry.register("language_model", "fsdp2", "cuda", vendor)(ShardedEngine)
+        EngineRegistry.register("language_model", "fsdp2", "cuda", vendor)(UngatheredEngine)
 
 
 def load_replica() -> Any:

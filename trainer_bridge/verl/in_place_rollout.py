@@ -17,7 +17,7 @@ from rollout.hosted import channel
 from rollout.protocols import UpdatableEngine
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync
 from trainer_bridge.verl.names import socket_name
-from trainer_bridge.verl.sharded_engine import TrainerWeights
+from trainer_bridge.verl.ungathered_engine import TrainerWeights
 
 _SECONDS = 60.0
 
@@ -98,7 +98,7 @@ class InPlaceRollout(ServerAdapter):
         A collective call of all ranks of the trainer. After an error, vLLM refuses requests.
 
         Args:
-            weights: Weights of a `ShardedEngine`.
+            weights: Weights of a `UngatheredEngine`.
             global_steps: Number of the weights; None: the last number.
             **kwargs: Ignored: settings of adapters, which are refused.
 

@@ -41,7 +41,7 @@ class TrainerWeights:
         return module
 
 
-class ShardedEngine(FSDPEngineWithLMHead):
+class UngatheredEngine(FSDPEngineWithLMHead):
     """verl's engine for language models, which passes its shards on with its weights."""
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[TrainerWeights, Any]:
