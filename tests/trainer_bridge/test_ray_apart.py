@@ -63,6 +63,7 @@ def test_engine_apart_stays_awake_and_gives_the_numbers_of_a_colocated_one(
     ray_cluster.wait_free()
 
 
+@pytest.mark.extended
 def test_engines_on_both_kinds_of_devices_share_the_prompts(
     colocated: list[Any], model_path: str, ray_cluster: RayCluster
 ) -> None:

@@ -115,7 +115,8 @@ def test_engine_apart_is_replaced_while_the_other_one_keeps_its_answers(
     until(lambda: family_bytes("cpu") <= before)
 
 
-@pytest.mark.parametrize("alias", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("alias", [False, True])
 def test_only_engine_is_replaced_on_the_trainers_device(
     alias: bool, expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
 ) -> None:

@@ -164,7 +164,7 @@ def fake_runs(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def fake_pair(setup: Setup, stage: object) -> Iterator[tuple[FakeTrainer, FakeRollout]]:
+def fake_pair(setup: Setup, *callbacks: object) -> Iterator[tuple[FakeTrainer, FakeRollout]]:
     """Open the two sides, in place of `open_pair`."""
     trainer = FakeTrainer()
     yield trainer, FakeRollout(trainer, setup.tokenizer)
