@@ -14,6 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
+from rollout import SamplingParams
+
+# A small engine, and prompts with seeded sampling, for answers that can be compared.
+ENGINE = {"kv_tokens": 256, "page_size": 16}
+PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
+SAMPLED = [
+    SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=seed, ignore_eos=True)
+    for seed in range(4)
+]
+
 CPUS = 8  # as Ray counts them: four devices of two actors
 SETTINGS = {  # read by the processes that ray.init starts
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 
-from rollout import SamplingParams
 from rollout.tag_names import TAGS
-from tests.helpers.ray_cluster import RayCluster
+from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import Cycle, open_inprocess, open_ray
 from trainer_bridge.tags import TRAINER_TAGS
 
 pytestmark = pytest.mark.ray
-
-ENGINE = {"kv_tokens": 256, "page_size": 16}
-PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
-SAMPLED = [
-    SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=seed, ignore_eos=True)
-    for seed in range(4)
-]
 
 
 def rounds_of(trainer: Any, rollout: Any, resident: Sequence[str] = ()) -> list[Any]:

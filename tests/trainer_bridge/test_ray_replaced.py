@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 
-from rollout import SamplingParams
 from tests.helpers.dying_actors import dying_engine, killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes
-from tests.helpers.ray_cluster import RayCluster, until
+from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import Cycle, CycleError, open_inprocess, open_ray
 
 pytestmark = pytest.mark.ray
-
-ENGINE = {"kv_tokens": 256, "page_size": 16}
-PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
-SAMPLED = [
-    SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=seed, ignore_eos=True)
-    for seed in range(4)
-]
 
 
 class Replaced:
