@@ -18,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.ray_cluster import SETTINGS, until
+from tests.helpers.ray_cluster import SETTINGS, SIDES, until
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HEAD = f"{ADDRESSES[0]}:6379"
@@ -129,14 +130,22 @@ class Nodes:
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the second node."""
-        there = _network(self._cable.pid)
-        return [process for process in psutil.process_iter() if self._runs_in(process, there)]
+        return [process for process, _ in self._in_network(self._cable.pid)]
 
-    def _runs_in(self, process: psutil.Process, network: int) -> bool:
-        with contextlib.suppress(psutil.Error, OSError):  # it may end meanwhile
-            inside = process.pid != self._cable.pid and _network(process.pid) == network
-            return inside and process.status() != psutil.STATUS_ZOMBIE
-        return False
+    def sides(self) -> list[str]:
+        """Return the names of all processes of trainers and engines on both nodes."""
+        both = chain(self._in_network(self._cable.pid), self._in_network(os.getpid()))
+        return [name for _, name in both if name.startswith(SIDES)]
+
+    def _in_network(self, pid: int) -> list[tuple[psutil.Process, str]]:
+        """Return the processes, except for the cable, in a process's network, and their names."""
+        network, found = _network(pid), []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it may end meanwhile
+                runs = process.status() != psutil.STATUS_ZOMBIE and process.pid != self._cable.pid
+                if runs and _network(process.pid) == network:
+                    found.append((process, process.name()))
+        return found
 
     def end(self) -> None:
         import ray

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 
 from rollout.tag_names import TAGS
 from tests.helpers import two_nodes
-from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, SIDES, until
+from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from tests.helpers.two_nodes import ADDRESSES, Driver, Nodes
 from trainer_bridge import Cycle, open_inprocess, open_ray
@@ -151,17 +150,11 @@ def lose(nodes: Nodes, path: str, how: str, where: dict[str, Any]) -> Any:
                 cycle.to_rollout(1)
     except Exception as error:
         seconds, text = time.monotonic() - started, f"{type(error).__name__}: {error}"
-    until(lambda: not sides(), lambda: f"left behind: {sides()}", 30.0)
+    until(lambda: not nodes.sides(), lambda: f"left behind: {nodes.sides()}", 30.0)
     until(lambda: not nodes.processes(), lambda: f"left behind: {nodes.processes()}", 60.0)
     left = shared_memory() - before
     nodes.restart_far()
     return text, seconds, left
-
-
-def sides() -> list[str]:
-    """Return the names of all processes of both sides, on both nodes."""
-    names = (process.name() for process in psutil.process_iter())
-    return [name for name in names if name.startswith(SIDES)]
 
 
 def shared_memory() -> set[str]:
