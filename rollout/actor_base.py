@@ -168,19 +168,21 @@ def _joined_store(address: RankAddress, store: dist.Store | None) -> dist.Store:
     Otherwise they may choose an interface that other machines do not reach. Variables that the user
     has set are kept.
     """
-    for name in _INTERFACES:
-        os.environ.setdefault(name, _interface_to(address.host, address.port))
+    if interface := _interface_to(address.host, address.port):
+        for name in _INTERFACES:
+            os.environ.setdefault(name, interface)
     if store is not None:
         return store
     timeout = timedelta(seconds=address.seconds)
     return dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
 
 
-def _interface_to(host: str, port: int) -> str:
-    """Return the name of the network interface from which packets for `host` leave."""
+def _interface_to(host: str, port: int) -> str | None:
+    """Return the network interface from which packets for `host` leave; None if it has no name."""
     family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:  # connecting sends nothing
         probe.connect(target)
         own = probe.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
-    return next(name for name, uses in interfaces if own in (use.address for use in uses))
+    names = (name for name, uses in interfaces for use in uses if use.address == own)
+    return next(names, None)

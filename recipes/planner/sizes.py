@@ -28,7 +28,7 @@ from recipes.setup.preparation import (
 from rollout.config import first_tokens
 from rollout.model import ModelConfig, load_model_config, rank_groups
 from rollout.parallel import STAGING_BYTES
-from trainer_bridge.sync.relay import MESSAGE_BYTES
+from trainer_bridge.sync import MESSAGE_BYTES
 
 GIB = 1 << 30
 

@@ -38,6 +38,9 @@ HEALTH = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
+    # It ends its own processes after about ten seconds.
+    "RAY_grpc_client_keepalive_time_ms": "1000",
+    "RAY_grpc_client_keepalive_timeout_ms": "1000",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
 REMEDY = (
@@ -86,9 +89,11 @@ class Nodes:
         command += [f"--node-ip-address={ADDRESSES[number]}", "--disable-usage-stats"]
         command += ["--num-cpus=4", f"--num-gpus={self._gpus}"]
         command += [f"--object-store-memory={STORE_BYTES}"]
-        environment = {**os.environ, "NCCL_HOSTID": f"node{number}"}  # no shared memory of NCCL
+        environment = dict(os.environ)
         if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = str(number)
+            environment |= {"CUDA_VISIBLE_DEVICES": str(number), "NCCL_NET": "Socket"}
+            environment |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+            environment["NCCL_HOSTID"] = f"node{number}"
         with (self._folder / f"node{number}.log").open("ab") as log:
             self._nodes[number] = subprocess.Popen(
                 [*(self._inside if number else []), *command],

@@ -44,7 +44,9 @@ def tokens(rollout: Any) -> list[Any]:
 def sha(engine: Any) -> str:
     """Return a hash of the bytes of an engine's parameters."""
     parts = (engine.store.box(piece) for piece in engine.store.manifest.slices)
-    words = [part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for part in parts]
+    words = [
+        part.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes() for part in parts
+    ]
     return hashlib.sha256(b"".join(words)).hexdigest()
 
 
@@ -77,12 +79,12 @@ def placed(trainer: Any, rollout: Any) -> dict[str, str]:
     return {rank.name: rank.node for side in (trainer, rollout) for rank in side.ranks}
 
 
-def rounds(nodes: Nodes, path: str, where: dict[str, Any]) -> Any:
+def rounds(nodes: Nodes, path: str, where: dict[str, Any], device: str = "cpu") -> Any:
     """Run two versions; return places, and receipt, hashes and answers of each version."""
     seen = []
     with (
         mock.patch("trainer_bridge.coordinator.RolloutRankActor", hashing_engine()),
-        open_ray(config(path), ENGINE, **where) as (trainer, rollout),
+        open_ray(config(path, device=device), ENGINE, **where) as (trainer, rollout),
     ):
         cycle = Cycle(trainer, rollout, resident=stays(where))
         for version in (1, 2):
@@ -125,6 +127,22 @@ def test_trainer_and_engines_on_both_nodes_serve_the_same_weights(
     )
     receipt, hashes, _ = seen[1]  # gradients of two ranks are added in another order
     assert len({*receipt.digests}) == len({*hashes}) == 1 and hashes[0] != same
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("where", [BOTH, FAR], ids=["both", "far"])
+def test_nodes_with_a_gpu_each_sync_over_sockets(where: dict[str, Any], model_path: str) -> None:
+    with two_nodes.opened(gpus=1) as driver:
+        places, seen = driver.run(rounds, model_path, where, "cuda:0")
+    with open_inprocess(config(model_path, device="cuda:0"), ENGINE) as (trainer, rollout):
+        receipt = Cycle(trainer, rollout).to_rollout(1)
+        first = sha(rollout)
+    assert {*places.values()} == {*ADDRESSES}
+    for received, hashes, _ in seen:
+        assert len({*received.digests}) == len({*hashes}) == 1 and received.node_bytes > 0
+    assert seen[0][0].digests[0] == receipt.digests[0]
+    assert seen[0][1][0] == first != seen[1][1][0]
 
 
 # ---------------------------------------------------------------- a node is lost

@@ -409,10 +409,11 @@ class Relay:
         copies = [copy for copy in self._plan.copies(sender) if copy.target in blocked]
         machines = [machine_of(target.place) for target in self._plan.targets]
         groups = {group[0]: group for group in self._routes.alike(copies, machines)}
-        turns = {first: cycle(owners[target] for target in groups[first]) for first in groups}
+        turns = {first: cycle(map(owners.__getitem__, group)) for first, group in groups.items()}
+        once = (copy for copy in copies if copy.target in groups)
         packed = (
             message._replace(to=next(turns[message.target]), targets=groups[message.target])
-            for message in messages((c for c in copies if c.target in groups), MESSAGE_BYTES)
+            for message in messages(once, MESSAGE_BYTES)
         )
         return [message for message in packed if to in (None, message.to)]
 

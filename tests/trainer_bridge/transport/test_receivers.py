@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollout.actor_base import RankAddress, _joined_store, join_apart, leave, open_store
+from memsaver.system.devices import device_key
+from rollout.actor_base import RankAddress, join_apart, leave, open_store
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.sync_ranks import SMALL, holds, low_rank, sources
 from tests.helpers.trainer_bridge.targets import PageTarget
@@ -125,7 +127,7 @@ def test_receivers_of_a_dead_trainer_serve_nothing(tmp_path: Path) -> None:
 
 
 def in_a_group_apart(rank: int, port: int) -> list[Any]:
-    """Sync in two groups one after the other, none of which is the default group."""
+    """Sync in two groups one after the other, neither of which is the default group."""
     seen = []
     for round_ in range(2):
         store = open_store("127.0.0.1", (port + round_, port + round_)) if rank == 0 else None
@@ -151,16 +153,52 @@ def test_ranks_of_other_default_groups_meet_in_a_group_apart(tmp_path: Path) -> 
 
 
 def test_interface_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen0")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    store = open_store("127.0.0.1")
-    address = RankAddress(host="127.0.0.1", port=store.port, rank=0, size=1, seconds=5.0)
-    assert _joined_store(address, store) is store
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen0"
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen0")
+    store = open_store(socket.gethostbyname(socket.gethostname()))
+    address = RankAddress(host=store.host, port=store.port, rank=0, size=1, seconds=5.0)
+    leave(join_apart(address, torch.device("cpu"), store))
+    chosen = [os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")]
+    assert chosen == ["lo", "chosen0"]
 
 
 def test_store_takes_only_the_given_ports() -> None:
     store = open_store("127.0.0.1")
     with pytest.raises(OSError, match=f"no port from {store.port} to {store.port} is free on"):
         open_store("127.0.0.1", (store.port, store.port))
+
+
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+
+
+def between_gpus(rank: int, port: int) -> tuple[Any, int, bool]:
+    """Send from a trainer on one GPU to a receiving rank on another one, by NCCL over sockets."""
+    os.environ.update(SOCKETS)
+    device = torch.device("cuda", rank)
+    store = open_store("127.0.0.1", (port, port)) if rank == 0 else None
+    dist.barrier()
+    address = RankAddress(host="127.0.0.1", port=port, rank=rank, size=2, seconds=60.0)
+    group = join_apart(address, device, store)
+    place, tensors = f"{'ab'[rank]}/{device_key(device)}", full(str(device)) if rank == 0 else {}
+    target = PageTarget(whole("bfloat16"), str(device), place)
+    sync = WeightSync(
+        [shard for shard in shards(1) if shard.rank == rank],
+        lambda: tensors,
+        [target] if rank else [],
+        group_agreement(group),
+        place=place,
+        device=device,
+    )
+    for version in (1, 2):
+        receipt = sync.sync(version) if rank == 0 else sync.follow(version)
+    right = rank == 0 or holds(target, str(device))
+    leave(group)
+    return receipt.digests, receipt.node_bytes, right
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+def test_receiver_on_another_gpu_gets_all_bytes_by_nccl(tmp_path: Path) -> None:
+    port = open_store("127.0.0.1").port + 1
+    sender, receiver = results(start_ranks(between_gpus, 2, tmp_path / "store", port))
+    assert sender == receiver and receiver[2] and receiver[1] > 0
