@@ -104,9 +104,9 @@ class Nodes:
             )
 
     def restart_far(self) -> None:
-        """Start the second node again, which has been lost."""
+        """Start the second node again, which has been lost; Ray's agents may be left of it."""
         self._ip([], "link set near up")
-        self._nodes[1].wait()
+        self.kill_far()
         until(lambda: ADDRESSES[1] not in self.alive())
         self._start(1)
         self.wait_alive(1)
