@@ -183,6 +183,7 @@ def _interface_to(host: str, port: int) -> str | None:
     with socket.socket(family, kind) as probe:  # connecting sends nothing
         probe.connect(target)
         own = probe.getsockname()[0]
-    interfaces = psutil.net_if_addrs().items()
-    names = (name for name, uses in interfaces for use in uses if use.address == own)
-    return next(names, None)
+    for name, uses in psutil.net_if_addrs().items():
+        if own in [use.address for use in uses]:
+            return name
+    return None

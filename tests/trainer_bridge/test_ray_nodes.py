@@ -7,6 +7,8 @@ in one process.
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +189,29 @@ def test_lost_node_ends_the_run_and_leaves_nothing_behind(
     text, seconds, left = driver.run(lose, model_path, how, where)
     assert "actor died with its node 10.77.0." in text
     assert seconds < 60.0 and not left
+
+
+def lose_an_engine(nodes: Nodes, path: str) -> list[Any]:
+    """Kill the engine of a node without a trainer; return digest and answers around it."""
+    replaced: list[str] = []
+    note = lambda number, error: replaced.append(error.actor)  # noqa: E731
+    settings = {"max_engine_restarts": 1, "on_replaced": note, **FAR}
+    with open_ray(config(path), ENGINE, **settings) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout, resident=stays(FAR))
+        digests = [cycle.to_rollout(1).digests]
+        os.kill(rollout.call("pid"), signal.SIGKILL)
+        answers = [tokens(rollout)]
+        cycle.to_train()
+        trainer.update_actor(make_batch(4))
+        digests.append(cycle.to_rollout(2).digests)
+        return [replaced, digests, [*answers, tokens(rollout)]]
+
+
+@pytest.mark.extended
+def test_engine_lost_on_a_node_without_a_trainer_is_replaced(
+    driver: Driver, model_path: str, expected: list[Any]
+) -> None:
+    replaced, digests, answers = driver.run(lose_an_engine, model_path)
+    assert replaced == ["rollout[1]"]
+    assert digests == [(digest,) for digest, _, _ in expected]
+    assert answers == [same for _, _, same in expected]

@@ -143,7 +143,10 @@ class RemoteTrainer(RemoteGroup):
                 if len(self._connected) < len(self._owners):
                     self.connect_to(range(len(self._owners)))
                 receipt = self.sync_connected(method, version, **how)
-            except Exception:
+            except Exception as error:
+                own = [rank.name for rank in self.ranks]
+                if isinstance(error, ActorDied) and error.actor in own:
+                    raise  # receiving ranks, which wait for it, would not answer
                 if self._members(self._connected).ranks != self.ranks:
                     self._connected = range(0)  # receiving ranks may still wait for others
                 if self._rollout is None or not self._rollout.replace_dead():
