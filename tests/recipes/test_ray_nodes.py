@@ -25,18 +25,25 @@ def run_and_lose_a_node(nodes: Nodes, folder: str) -> tuple[int, str]:
 
     ray.shutdown()  # the command connects by itself
     words = ["run", "tiny", *SMALL, *STEPS, *FAR, "driver=ray", f"cluster.address={HEAD}"]
-    words += ["checkpoint.max_restarts=1", "cluster.ports=20000-20063", "--run-dir", folder]
+    words += ["checkpoint.max_restarts=1", "cluster.ports=20000-20063"]
+    words += ["cluster.object_store_gib=0.125", "--run-dir", folder]
     command = [sys.executable, "-m", "recipes.cli", *words]
     with Path(folder).with_suffix(".log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         metrics = Path(folder) / "metrics.jsonl"
-        until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text())
-        nodes.kill_far()
-        ray.init(address=HEAD, log_to_driver=False, logging_level="ERROR")
-        nodes.restart_far()
-        status = process.wait(300)
-        log.seek(0)
-        return status, log.read()
+
+        def trained() -> bool:
+            assert process.poll() is None, Path(log.name).read_text()
+            return metrics.exists() and '"kind": "train", "step": 1,' in metrics.read_text()
+
+        try:
+            until(trained)
+            nodes.kill_far()
+            ray.init(address=HEAD, log_to_driver=False, logging_level="ERROR")
+            nodes.restart_far()
+            return process.wait(300), Path(log.name).read_text()
+        finally:
+            process.kill()
 
 
 def test_run_goes_on_from_its_checkpoint_when_its_node_is_started_again(

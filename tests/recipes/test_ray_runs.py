@@ -31,6 +31,8 @@ from tests.helpers.recipes.tiny_runs import (
 )
 from trainer_bridge import open_ray
 
+ray = pytest.importorskip("ray")
+
 # Up to four processes import torch, perhaps on a busy machine.
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -108,6 +110,7 @@ def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     overrides = [*SMALL_PPO, "driver=ray", "steps=100000"]
     overrides += ["checkpoint.every=2", "checkpoint.max_restarts=1"]
     overrides.append("cluster.max_engine_restarts=0")
+    overrides.append(f"cluster.address={ray.get_runtime_context().gcs_address}")
     words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny-ppo", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
