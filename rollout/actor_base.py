@@ -159,7 +159,6 @@ def leave(group: dist.ProcessGroup) -> None:
 
 
 _made = itertools.count()
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def _joined_store(address: RankAddress, store: dist.Store | None) -> dist.Store:
@@ -169,8 +168,8 @@ def _joined_store(address: RankAddress, store: dist.Store | None) -> dist.Store:
     has set are kept.
     """
     if interface := _interface_to(address.host, address.port):
-        for name in _INTERFACES:
-            os.environ.setdefault(name, interface)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it names a prefix
     if store is not None:
         return store
     timeout = timedelta(seconds=address.seconds)

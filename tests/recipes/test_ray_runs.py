@@ -111,6 +111,7 @@ def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     overrides += ["checkpoint.every=2", "checkpoint.max_restarts=1"]
     overrides.append("cluster.max_engine_restarts=0")
     overrides.append(f"cluster.address={ray.get_runtime_context().gcs_address}")
+    overrides.append("cluster.object_store_gib=0.125")
     words = [sys.executable, "-m", "tests.helpers.recipes.dying_job", "run", "tiny-ppo", *overrides]
     command = shlex.join([*words, "--run-dir", str(folder)])
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "300"}
