@@ -48,7 +48,9 @@ class Large:
 _32B_LORA = Large("qwen2.5-32b-8xh100", 2, (*LORA, "cluster.n_gpus_per_node=2"))
 _32B = Large("qwen2.5-32b-8xh100", 4, HALVED)
 _30B = Large("qwen3-30b-a3b-8xh100", 4, (*HALVED, "sampling.max_tokens=512"))
+APART = ("cluster.n_gpus_per_node=1", "cluster.rollout_gpus=1", "cluster.colocate=false")
 CASES = {
+    "7b-apart": Large("qwen2.5-7b-8xh100", 2, (*HALVED, *APART, "sampling.max_tokens=512")),
     "32b-lora": _32B_LORA,
     "32b-lora-one-stage": replace(_32B_LORA, how="benchmarks.one_stage"),
     "32b": _32B,
@@ -147,7 +149,7 @@ def peaks(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict[st
 
 
 def link() -> Figures:
-    """Measure the link: every GPU writes to all others in turn, all of them at the same time."""
+    """Measure the link: one GPU writes to another, and every GPU to all others in turn."""
     count = torch.cuda.device_count()
     if count < 2:
         raise Skipped("it takes two GPUs")
@@ -162,9 +164,16 @@ def link() -> Figures:
         for n in range(count):
             torch.cuda.synchronize(n)
 
-    ms = median_ms(exchange)
+    def write() -> None:
+        targets[1].copy_(sources[0], non_blocking=True)
+        torch.cuda.synchronize(0)
+
+    rates = {
+        "one GPU to another": nbytes / median_ms(write) / 1e6,
+        "every GPU to all others": nbytes * (count - 1) / median_ms(exchange) / 1e6,
+    }
     assert all(bool(target.all()) for target in targets)
-    return [Figure(what="link", value=nbytes * (count - 1) / ms / 1e6, unit="GB/s a GPU")]
+    return figures(rates, "GB/s a GPU")
 
 
 if __name__ == "__main__":
