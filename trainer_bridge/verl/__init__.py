@@ -13,7 +13,8 @@ from typing import Any
 
 from trainer_bridge.verl.names import ENGINE_ROLLOUT, ROLLOUT
 
-_CLIENTS = {
+# Classes of the rollouts in the trainer's processes.
+CLIENTS = {
     ROLLOUT: "trainer_bridge.verl.in_place_rollout.InPlaceRollout",
     ENGINE_ROLLOUT: "trainer_bridge.verl.engine_rollout.EngineRollout",
 }
@@ -29,7 +30,7 @@ def register(vendor: str) -> None:
     """
     from verl.workers.rollout import base, replica
 
-    for name, client in _CLIENTS.items():
+    for name, client in CLIENTS.items():
         base._ROLLOUT_REGISTRY[name, "async"] = client
     replica.RolloutReplicaRegistry.register(ROLLOUT, load_replica)
     replica.RolloutReplicaRegistry.register(ENGINE_ROLLOUT, load_engine_replica)
