@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Any
 
 from memsaver.system.interrupts import deliver, held
 from rollout.engine import Engine
@@ -36,10 +36,10 @@ class StreamingEngine(Engine):
     a tensor-parallel engine make the same calls of `advance` with the same arguments.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate all memory, as `Engine` does."""
-        super().__init__(*args, **kwargs)
-        self._opened: dict[str, list[Sample]] = {}  # samples of the unfinished requests, by key
+    @cached_property
+    def _opened(self) -> dict[str, list[Sample]]:
+        """Samples of the unfinished requests, by key."""
+        return {}
 
     def advance(
         self, arrivals: Sequence[Arrival] = (), *, cancelled: Iterable[str] = (), steps: int = 1
@@ -102,7 +102,10 @@ class StreamingEngine(Engine):
         self.prefixes.new_weights()
 
     def digest(self) -> int:
-        """Return the digest of the weights in memory.
+        """Read the weights in memory.
+
+        Returns:
+            The digest of all parameters.
 
         Raises:
             StateError: The weights sleep.

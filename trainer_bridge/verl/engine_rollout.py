@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.base import BaseRollout
 
-from trainer_bridge.verl.in_place_sync import InPlaceSync, WorkerHandle, check_supported, refused
+from trainer_bridge.verl.in_place_sync import VerlSync, WorkerHandle, check_supported, refused
 from trainer_bridge.verl.names import ENGINE_ROLLOUT, engine_pair
 
 
@@ -17,7 +17,7 @@ def server_name(replica: int, suffix: str = "") -> str:
     return f"{ENGINE_ROLLOUT}_server_{replica}_0{suffix}"
 
 
-class EngineRollout(InPlaceSync, BaseRollout):
+class EngineRollout(VerlSync, BaseRollout):
     """verl's client of its server of the native engine, with weight syncs in place."""
 
     def __init__(

@@ -6,10 +6,10 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 
-from trainer_bridge.verl.in_place_sync import InPlaceSync, WorkerHandle, check_supported, refused
+from trainer_bridge.verl.in_place_sync import VerlSync, WorkerHandle, check_supported, refused
 
 
-class InPlaceRollout(InPlaceSync, ServerAdapter):
+class InPlaceRollout(VerlSync, ServerAdapter):
     """verl's client of its vLLM server, with weight syncs in place."""
 
     def __init__(self, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -72,7 +72,7 @@ class WorkerHandle:
         return answer
 
 
-class InPlaceSync:
+class VerlSync:
     """The weight syncs of a rollout of verl, a mixin for the rollout's class.
 
     Attributes:
