@@ -117,7 +117,8 @@ def test_sampling_parameters_of_verl(synced: Verl) -> None:
 
 def test_abort_returns_what_was_generated_and_holds_later_requests(synced: Verl) -> None:
     long = GREEDY | {"max_tokens": 120, "ignore_eos": True}
-    first, held = synced.driver("aborted", [5, 6, 7], long)
+    first, held, rejected = synced.driver("aborted", [5, 6, 7], long)
+    assert (rejected.stop_reason, rejected.token_ids) == ("aborted", [])
     assert first.stop_reason == "aborted" and len(first.token_ids) < 120
     assert held.stop_reason == "completed" and len(held.token_ids) == 120
     assert held.token_ids[: len(first.token_ids)] == first.token_ids

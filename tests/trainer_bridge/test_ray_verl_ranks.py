@@ -19,6 +19,7 @@ WHEEL = Wheel("verl")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.extended,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(WHEEL.may_skip, reason="verl is not installed"),
 ]
 REQUESTS = [([5, 6, 7], {"temperature": 0}), ([8], {"temperature": 0})]

@@ -119,7 +119,7 @@ def pool_tokens(
     Raises:
         ValueError: The pool would not hold one request of the greatest length.
     """
-    config = EngineConfig(**options | {"max_context_len": None})
+    config = EngineConfig(**options)
     longest = options.get("max_context_len") or model.max_position_embeddings
     page, size = config.page_size, config.tensor_parallel_size
     if total is None:
@@ -151,7 +151,12 @@ class EngineRanks:
     """
 
     def __init__(self, settings: RankSettings) -> None:
-        """Start a process per rank, and build the engine; an error of a rank is raised here."""
+        """Start a process per rank, and build the engine; an error of a rank is raised here.
+
+        The GPUs are set in this process's environment, which the ranks inherit.
+        """
+        if settings.device == "cuda":  # set here, as imports of a rank might initialize CUDA
+            os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible
         context = multiprocessing.get_context("spawn")
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
@@ -227,8 +232,6 @@ class EngineRanks:
 
 def run_rank(calls: Connection, settings: RankSettings, rank: int) -> None:
     """Answer the server's calls, as one rank, until the server's process ends."""
-    if settings.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible
     side = EngineRank(settings, rank)
     while True:
         try:

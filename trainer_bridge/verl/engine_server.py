@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils import normalize_token_ids
@@ -186,6 +185,11 @@ class EngineServer(UpdatedServer):
     async def set_global_steps(self, global_steps: int) -> None:
         self._global_steps = global_steps
 
+    async def start_profile(self, **_: Any) -> None:
+        """Do nothing, as the engine has no profiler; verl calls this when it profiles a trainer."""
+
+    stop_profile = start_profile
+
     async def engine(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the engine's ranks, such as `report`, and return the results by rank."""
         return await self._requests.call(method, *args)
@@ -213,7 +217,7 @@ def rank_settings(
     }
     return RankSettings(
         path=path,
-        device="cuda" if any(devices) and torch.cuda.is_available() else "cpu",
+        device="cuda" if any(devices) else "cpu",
         visible=",".join(devices),
         dtype=config.dtype,
         load_weights="dummy" not in config.load_format,

@@ -23,6 +23,7 @@ from tests.helpers.trainer_bridge.other_trainers import VERL_VARIABLES
 from tests.helpers.trainer_bridge.verl_sides import rollout_config, trainer_engine
 
 NAME = "memsaver"
+SECONDS = 220.0  # each process imports verl, which takes 15 s of CPU time
 ENGINE = {"kv_tokens": 1024, "page_size": 16}
 
 
@@ -137,7 +138,7 @@ class VerlDriver:
         return [SimpleNamespace(**vars(output)) for output in asyncio.run(together())]
 
     def aborted(self, prompt: list[int], params: dict[str, Any]) -> Any:
-        """Abort a request that runs, and return its output and that of a request held meanwhile."""
+        """Abort a request that runs; return its output, and those of a held and a rejected one."""
 
         async def interrupted() -> Any:
             (replica,) = self.manager.rollout_replicas
@@ -155,7 +156,11 @@ class VerlDriver:
             await asyncio.sleep(0.2)
             assert not held.done()
             await replica.resume_generation()
-            return await first, await held
+            outputs = [await first, await held]
+            await replica.abort_all_requests(reject_request=True)
+            outputs.append(await ask("rejected"))
+            await replica.resume_generation()
+            return outputs
 
         return [SimpleNamespace(**vars(output)) for output in asyncio.run(interrupted())]
 
@@ -184,14 +189,14 @@ class Verl:
     def driver(self, method: str, *args: Any, **kwargs: Any) -> Any:
         import ray
 
-        return ray.get(getattr(self._driver, method).remote(*args, **kwargs), timeout=120)
+        return ray.get(getattr(self._driver, method).remote(*args, **kwargs), timeout=SECONDS)
 
     def trainer(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of all trainer ranks, and return the result of rank 0."""
         import ray
 
         calls = [getattr(rank, method).remote(*args, **kwargs) for rank in self._trainers]
-        return ray.get(calls, timeout=120)[0]
+        return ray.get(calls, timeout=SECONDS)[0]
 
 
 @contextmanager
