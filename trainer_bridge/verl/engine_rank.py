@@ -20,7 +20,13 @@ from memsaver.ops.layout import round_up
 from rollout import EngineConfig, StreamingEngine
 from rollout.actor_base import RankAddress, open_store
 from rollout.hosted import channel
-from rollout.model import ModelConfig, load_model_config, rank_groups, rank_layout
+from rollout.model import (
+    ModelConfig,
+    load_model_config,
+    rank_groups,
+    rank_layout,
+    resolve_model,
+)
 from rollout.weights import arena_nbytes
 from trainer_bridge.verl.names import socket_name
 from trainer_bridge.verl.update_side import UpdateSide
@@ -35,7 +41,7 @@ class RankSettings:
     """How each rank builds its engine.
 
     Attributes:
-        path: Model directory.
+        path: Model directory, or ORG/NAME of the Hub.
         device: "cpu", or "cuda" for the GPU with the rank's number.
         visible: Value of CUDA_VISIBLE_DEVICES; the replica's GPUs by rank.
         dtype: Name of the dtype of weights and computation.
@@ -76,13 +82,13 @@ class EngineRank(UpdateSide):
         device = torch.device(f"cuda:{self._rank}" if gpu else given.device)
         group = self._join(places[self._rank], str(device))
         dtype: torch.dtype = getattr(torch, given.dtype)
-        options = dict(given.engine)
+        path, options = resolve_model(given.path), dict(given.engine)
         if "kv_tokens" not in options:
             total = torch.cuda.get_device_properties(device).total_memory if gpu else None
-            model = load_model_config(given.path)
+            model = load_model_config(path)
             options["kv_tokens"] = pool_tokens(model, options, dtype, total, given.share)
         self.held = StreamingEngine.from_pretrained(
-            given.path,
+            path,
             device,
             dtype,
             saver=MemorySaver(device=device),
