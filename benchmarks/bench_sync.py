@@ -3,8 +3,8 @@
 `make bench-sync`. On one GPU, which trainer and engine share: bf16 -> bf16 at the whole Qwen2.5-7B
 shape, and fp32 -> bf16 at half of its layers, because a trainer's masters, gradients and moments in
 fp32 do not fit otherwise. In "offloaded", the trainer's copy first comes from the host. On two
-GPUs: FSDP2 over both, all layers. Every case checks the received weights. "one" and "two" select
-all cases for one and two GPUs.
+GPUs: FSDP2 over both, all layers; in "far node", the engine's GPU is reached by sockets only. Every
+case checks the received weights. "one" and "two" select all cases for one and two GPUs.
 
     python -m benchmarks.bench_sync --shape qwen3-30b-a3b --layers 16
 """
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from benchmarks.common import Figures, make_scale, parser, run_cases
-from benchmarks.sync import floors, ours, rivals_ipc, rivals_two
+from benchmarks.sync import far, floors, ours, rivals_ipc, rivals_two
 from benchmarks.sync.base import SyncScale, sync_scale
 
 Case = Callable[[SyncScale], Figures]
@@ -29,6 +29,7 @@ ONE: dict[str, Case] = {
 }
 TWO: dict[str, Case] = {
     "memsaver 2": ours.two_gpus,
+    "far node": far.far_node,
     "all-gather": rivals_two.all_gather,
     "replicas": rivals_two.replicas,
 }

@@ -30,9 +30,11 @@ def open_pair(setup: Setup, stage: Stage, on_replaced: OnReplaced) -> AbstractCo
     if setup.recipe.driver == "inprocess":
         return open_inprocess(config, arguments, alias=alias, stage=stage)
     # Start the cluster of one machine here; a larger one must be running.
-    address = "auto" if cluster.nnodes > 1 else None
+    address = cluster.address or ("auto" if cluster.machines > 1 else None)
     places: Any = {"devices": cluster.n_gpus_per_node, "nodes": cluster.nnodes, "address": address}
-    places |= {"rollout_devices": cluster.rollout_gpus, "colocate": cluster.colocate}
+    places |= {"rollout_devices": cluster.rollout_gpus, "rollout_nodes": cluster.rollout_nodes}
+    places |= {"colocate": cluster.colocate, "ports": cluster.port_range}
+    places |= {"object_store_bytes": int(cluster.object_store_gib * 2**30)}
     places |= {"timeout": cluster.call_timeout, "alias": alias, "stage": stage}
     restarts = 0 if setup.recipe.engine.hosted else cluster.max_engine_restarts
     places |= {"max_engine_restarts": restarts, "on_replaced": on_replaced}

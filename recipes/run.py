@@ -203,6 +203,7 @@ def _attempt(
             with monitor.stage("build"):
                 pair = open_pair(setup, monitor.stage, monitor.replaced)
                 trainer, rollout = stack.enter_context(pair)
+            _show_nodes(trainer, rollout, folder, view)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
             first, drawn = 1, 0
@@ -314,6 +315,18 @@ def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:
         path = recipe.model.path
         key = f"model.path={path}" if path else f"model: random weights, device={recipe.device}"
         raise RecipeError(f"--resume {folder.path}: {key}: {one_line(error)}") from error
+
+
+def _show_nodes(trainer: Any, rollout: Any, folder: RunFolder, view: View) -> None:
+    """Show and record the actors on each Ray node, if there are several nodes."""
+    nodes: dict[str, str] = {}
+    for side in (trainer, rollout):
+        for actor in side.ranks if isinstance(side, RemoteGroup) else ():
+            names = f"{nodes[actor.node]}, " if actor.node in nodes else ""
+            nodes[actor.node] = names + actor.name
+    if len(nodes) > 1:
+        folder.add_nodes(nodes)
+        view.note("; ".join(f"node {node}: {names}" for node, names in nodes.items()))
 
 
 def _owners(name: str, side: Any) -> list[tuple[str, Any]]:

@@ -5,14 +5,18 @@ Ray is imported on first use.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig, _world
 
 
 class ActorBase:
@@ -35,12 +39,12 @@ class ActorBase:
         member = getattr(self if hasattr(type(self), method) else self.held, method)
         return member(*args, **kwargs) if callable(member) else member
 
-    def meet(self) -> tuple[str, int]:
+    def meet(self, ports: Ports | None = None) -> tuple[str, int]:
         """Open the group's store on rank 0; return the host and port where other ranks join."""
         import ray
 
         host = ray.util.get_node_ip_address()
-        self._store = open_store(host)
+        self._store = open_store(host, ports)
         return host, self._store.port
 
     def pid(self) -> int:
@@ -62,18 +66,32 @@ class RankAddress:
     seconds: float  # the group's timeout, also for the wait until all ranks have joined
 
 
-def open_store(host: str) -> dist.TCPStore:
+Ports = tuple[int, int]
+"""First and last port."""
+
+
+def open_store(host: str, ports: Ports | None = None) -> dist.TCPStore:
     """Open a group's store on a free port of `host`, an address of this machine.
 
     All ranks must be able to reach the address. By default, torch's store would listen on all
-    addresses of the machine.
+    addresses of the machine. An OSError says that none of `ports` is free.
     """
-    family = socket.getaddrinfo(host, None)[0][0]
-    listener = socket.create_server((host, 0), family=family)
+    listener = _listener(host, ports)
     port = listener.getsockname()[1]
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def _listener(host: str, ports: Ports | None) -> socket.socket:
+    family = socket.getaddrinfo(host, None)[0][0]
+    if ports is None:
+        return socket.create_server((host, 0), family=family)
+    first, last = ports
+    for port in range(first, last + 1):
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, port), family=family)
+    raise OSError(f"no port from {first} to {last} is free on {host}; set cluster.ports to others")
 
 
 def join(
@@ -85,8 +103,7 @@ def join(
     result of `open_store` on rank 0, and None on the other ranks.
     """
     timeout = timedelta(seconds=address.seconds)
-    if store is None:
-        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+    store = _joined_store(address, store)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -101,3 +118,72 @@ def join(
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def join_apart(
+    address: RankAddress, device: torch.device, store: dist.Store | None = None
+) -> dist.ProcessGroup:
+    """Return a new group (gloo, with NCCL for a GPU) of processes whose default groups differ.
+
+    Arguments are those of `join`. `dist.new_group` would need all ranks in one default group. The
+    group lasts until `leave`.
+    """
+    timeout = timedelta(seconds=address.seconds)
+    store = dist.PrefixStore("apart", _joined_store(address, store))
+    group, backends = dist.ProcessGroup(store, address.rank, address.size), "cpu:gloo"
+    gloo = dist.ProcessGroupGloo(
+        dist.PrefixStore("cpu", store), address.rank, address.size, timeout
+    )
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(
+            dist.PrefixStore("cuda", store), address.rank, address.size, options
+        )
+        group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
+        backends += ",cuda:nccl"
+    group._set_group_name(f"memsaver/apart/{next(_made)}")  # type: ignore[arg-type]
+    # torch's functions look up ranks and backends of a group here.
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(address.size)}
+    _world.pg_backend_config[group] = BackendConfig(Backend(backends))  # type: ignore[assignment]
+    return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """End this process's part in a group of `join_apart`."""
+    del _world.pg_group_ranks[group], _world.pg_backend_config[group]
+    group.shutdown()
+
+
+_made = itertools.count()
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def _joined_store(address: RankAddress, store: dist.Store | None) -> dist.Store:
+    """Return the store of a group, and let gloo and NCCL use the interface that leads to it.
+
+    Otherwise they may choose an interface that other machines do not reach. Variables that the user
+    has set are kept.
+    """
+    if interface := _interface_to(address.host, address.port):
+        for name in _INTERFACES:
+            os.environ.setdefault(name, interface)
+    if store is not None:
+        return store
+    timeout = timedelta(seconds=address.seconds)
+    return dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+
+
+def _interface_to(host: str, port: int) -> str | None:
+    """Return the network interface from which packets for `host` leave; None if it has no name."""
+    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # connecting sends nothing
+        probe.connect(target)
+        own = probe.getsockname()[0]
+    for name, uses in psutil.net_if_addrs().items():
+        if own in [use.address for use in uses]:
+            return name
+    return None

@@ -12,12 +12,21 @@ from typing import Any
 import torch
 
 import memsaver
-from rollout.actor import RolloutActor, build_engine
+from rollout.actor import build_engine
+from rollout.actor_base import Ports
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor, introduce
-from trainer_bridge.remote.group import Place, RemoteActor, connected, cores, reserved
+from trainer_bridge.remote.group import (
+    STORE_BYTES,
+    Place,
+    RemoteActor,
+    connected,
+    cores,
+    reserved,
+)
 from trainer_bridge.remote.placement import Placement
+from trainer_bridge.remote.receiver import RolloutRankActor
 from trainer_bridge.remote.replacement import OnReplaced, Replacer
 from trainer_bridge.sync.shards import aligned_dims
 from trainer_bridge.trainer import Trainer
@@ -82,9 +91,12 @@ def open_ray(
     devices: int = 1,
     nodes: int = 1,
     rollout_devices: int = 0,
+    rollout_nodes: int = 0,
     colocate: bool = True,
     timeout: float = 600.0,
     address: str | None = None,
+    object_store_bytes: int = STORE_BYTES,
+    ports: Ports | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
     stage: Stage = no_stage,
@@ -101,14 +113,18 @@ def open_ray(
         engine: As in `open_inprocess`. Each group of `tensor_parallel_size` devices of a machine
             forms one engine, and the engines are replicas of each other.
         devices: Devices per machine with a trainer rank.
-        nodes: Machines.
+        nodes: Machines with trainer ranks.
         rollout_devices: Further devices per machine, with an engine rank only. These engines never
             sleep, and each sync replaces their weights.
+        rollout_nodes: Further machines, of as many devices, with an engine rank only.
         colocate: Whether devices with a trainer rank have an engine rank, too.
         timeout: Seconds that one call may take.
         address: Address of a running cluster; "auto" is this machine's cluster. None uses the
             cluster that this process is connected to or the cluster of its Ray job (RAY_ADDRESS).
             Without either it starts a small cluster, and ends it with the block.
+        object_store_bytes: Size of the object store of a cluster that is started, and the least
+            size on the nodes of a running cluster.
+        ports: First and last port on which ranks of a group find each other; None: any free port.
         trainer_actor: Class of the trainer actors.
         alias: As in `open_inprocess`; for one device with both ranks.
         stage: As in `open_inprocess`.
@@ -119,7 +135,8 @@ def open_ray(
         A `RemoteTrainer` and a `RemoteRollout`, which have the methods of `Trainer` and `Engine`.
 
     Raises:
-        ValueError: The arguments do not fit each other, or the cluster has no room.
+        ValueError: The arguments do not fit each other, or the cluster has no room or cannot be
+            reached.
         ActorDied: An actor died while it started.
         ActorTimeout: An actor did not start within `timeout`.
     """
@@ -131,6 +148,7 @@ def open_ray(
         nodes=nodes,
         devices=devices,
         rollout_devices=rollout_devices,
+        rollout_nodes=rollout_nodes,
         colocate=colocate,
         engine_size=arguments.get("tensor_parallel_size", 1),
     )
@@ -139,16 +157,16 @@ def open_ray(
         raise ValueError(f"{text}; sync by copies (alias=False)")
     with contextlib.ExitStack() as undo:
         with stage("start_actors"):
-            undo.enter_context(connected(address, placement.ranks))
+            undo.enter_context(connected(address, placement.ranks, object_store_bytes))
             places = undo.enter_context(reserved(placement, on_gpu))
             # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
-            threads = max(1, cores() // (len(placement.engines) // nodes))
+            threads = max(1, cores() // -(-len(placement.engines) // placement.machines))
             args = [
                 actor_arguments(arguments, on_gpu, threads, rank // placement.engine_size)
                 for rank in range(len(placement.engines))
             ]
             start = partial(_start, undo=undo, places=places)
-            start_engines = partial(start, "rollout", ray.remote(RolloutActor))
+            start_engines = partial(start, "rollout", ray.remote(RolloutRankActor))
             ranks = start_engines(args, placement.engines)
             rollout = RemoteRollout(
                 ranks, timeout, placement.engine_size, sleeping=len(placement.shared)
@@ -163,6 +181,7 @@ def open_ray(
             configs = [{"config": rank_config}] * len(placement.trainers)
             ranks = start("trainer", ray.remote(trainer_actor), configs, placement.trainers)
             side = RemoteTrainer(ranks, timeout)
+            side.ports = rollout.ports = ports
         with stage("build_engine"):
             if trainer.leaving:  # overlaps with the start of the engine, which is another process
                 side.reserve()
@@ -210,9 +229,11 @@ def _start(
 
     ranks = []
     for device, arguments in zip(devices, args, strict=True):
-        handle = actor.options(**places[device]).remote(**arguments)
+        place = places[device]
+        handle = actor.options(**place.options).remote(**arguments)
         undo.callback(ray.kill, handle)
-        ranks.append(RemoteActor(handle, name if len(places) == 1 else f"{name}[{device}]"))
+        label = name if len(places) == 1 else f"{name}[{device}]"
+        ranks.append(RemoteActor(handle, label, place.node))
     return ranks
 
 

@@ -390,11 +390,17 @@ class Trainer(SaverSide):
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
-    def connect(self, targets: Sequence[UpdatableEngine | ShardedEngine]) -> None:
+    def connect(
+        self,
+        targets: Sequence[UpdatableEngine | ShardedEngine],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Connect this rank to the rollout engines whose weights `sync_weights` replaces.
 
         Args:
             targets: Engines, or handles on engines, that this rank calls; may be empty.
+            group: The trainer's ranks, followed by receiving ranks (`WeightSync.follow`); None:
+                the trainer's ranks alone.
 
         Raises:
             ValueError: The weights do not fit; the text lists the differences. Nothing has been
@@ -403,7 +409,7 @@ class Trainer(SaverSide):
         """
         if self._sync is not None:
             self._sync.close()
-        agreement, place = group_agreement(dist.group.WORLD), place_of(self.device)
+        agreement, place = group_agreement(group or dist.group.WORLD), place_of(self.device)
         self._sync = WeightSync(
             self._shards.described(), self._tensors, targets, agreement, place=place
         )

@@ -548,9 +548,10 @@ class ClusterSection:
     On a CPU, a device is one or two processes.
 
     Attributes:
-        nnodes: Machines.
+        nnodes: Machines with trainer ranks.
         n_gpus_per_node: Devices of each machine with a trainer rank.
         rollout_gpus: Further devices of each machine, with an engine rank only.
+        rollout_nodes: Further machines of the same size, whose devices have an engine rank only.
         colocate: Whether devices with a trainer rank have an engine rank, too.
         gpu: GPU of the plan, unless `memsaver plan --gpu` names another.
         host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it.
@@ -558,16 +559,27 @@ class ClusterSection:
             model takes longer.
         max_engine_restarts: How many native engines that lose an actor are replaced while the run
             goes on.
+        address: HOST:PORT of a running Ray cluster; null: that of the Ray job (RAY_ADDRESS), else
+            the cluster of this machine if there are several machines, else one that the run starts.
+        object_store_gib: Object store of a cluster that the run starts, in GiB, and the least size
+            on each node of a running one. Batches and answers pass through it, never weights.
+        ports: FIRST-LAST, the ports on which ranks of a process group meet; null: any free port.
     """
 
     nnodes: Count = 1
     n_gpus_per_node: Count = 1
     rollout_gpus: CountOrZero = 0
+    rollout_nodes: CountOrZero = 0
     colocate: bool = True
     gpu: Gpu = "h100-80gb"
     host_gib: Positive | None = None
     call_timeout: Positive = 600.0
     max_engine_restarts: CountOrZero = 2
+    address: Annotated[str, Field(pattern=r"^[^/\s]+:\d+$", examples=["10.0.0.1:6379"])] | None = (
+        None
+    )
+    object_store_gib: Annotated[float, Field(ge=0.1)] = 0.25
+    ports: Annotated[str, Field(pattern=r"^\d+-\d+$", examples=["20000-20063"])] | None = None
 
     @property
     def size(self) -> int:
@@ -580,12 +592,34 @@ class ClusterSection:
         return self.n_gpus_per_node + self.rollout_gpus
 
     @property
+    def machines(self) -> int:
+        """Return the number of machines."""
+        return self.nnodes + self.rollout_nodes
+
+    @property
+    def apart(self) -> int:
+        """Return the number of devices of all machines with an engine rank only."""
+        return self.nnodes * self.rollout_gpus + self.rollout_nodes * self.per_node
+
+    @property
     def engine_ranks(self) -> int:
         """Return the number of engine ranks of all machines."""
-        own = self.n_gpus_per_node if self.colocate else 0
-        return self.nnodes * (own + self.rollout_gpus)
+        return self.apart + (self.size if self.colocate else 0)
+
+    @property
+    def engines_per_node(self) -> int:
+        """Return the number of engine ranks on a machine with trainer ranks."""
+        return self.rollout_gpus + (self.n_gpus_per_node if self.colocate else 0)
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the number of ranks of both sides on a machine."""
-        return self.n_gpus_per_node + self.engine_ranks // self.nnodes
+        """Return the number of ranks of both sides on a machine with trainer ranks."""
+        return self.n_gpus_per_node + self.engines_per_node
+
+    @property
+    def port_range(self) -> tuple[int, int] | None:
+        """Return the first and the last of `ports`."""
+        if self.ports is None:
+            return None
+        first, _, last = self.ports.partition("-")
+        return int(first), int(last)

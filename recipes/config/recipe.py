@@ -391,17 +391,24 @@ class Recipe:
 
     def _faults_of_devices(self) -> Faults:
         cluster, size = self.cluster, self.engine.tensor_parallel_size
-        devices = cluster.nnodes * cluster.per_node
+        devices = cluster.machines * cluster.per_node
         if devices > 1 and self.driver == "inprocess":
             yield "driver", f"cannot drive {devices} devices", "set driver=ray"
         if devices > 1 and ":" in self.device:
             yield "device", f"names one of the {devices} devices of cluster"
-        if not cluster.colocate and not cluster.rollout_gpus:
+        if cluster.address is not None and self.driver == "inprocess":
+            yield "cluster.address", "excludes driver=inprocess", "set driver=ray"
+        if (ports := cluster.port_range) and not 1024 <= ports[0] <= ports[1] <= 65535:
+            yield "cluster.ports", "is not a range of ports from 1024 to 65535"
+        if not cluster.colocate and not cluster.apart:
             rule = "leaves no device to the engines (cluster.rollout_gpus=0)"
             yield "cluster.colocate", rule
         kinds = {"rollout_gpus": cluster.rollout_gpus}
         if cluster.colocate:
             kinds = {"n_gpus_per_node": cluster.n_gpus_per_node, **kinds}
+        if cluster.rollout_nodes and cluster.per_node % size:
+            rule = f"does not divide the {cluster.per_node} devices of a machine"
+            yield "engine.tensor_parallel_size", f"{rule} of cluster.rollout_nodes"
         for name, count in kinds.items():
             if count % size:
                 rule = f"does not divide cluster.{name}={count}, the devices of one machine"
@@ -437,6 +444,7 @@ class Recipe:
             f"{self.algorithm}.router_replay": native,
             "cluster.nnodes": "is untested above one machine",
             "cluster.rollout_gpus": "is untested",
+            "cluster.rollout_nodes": "is untested",
         }
         if kind == "sglang":
             usual["engine.tensor_parallel_size"] = (

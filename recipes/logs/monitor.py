@@ -219,7 +219,7 @@ class Monitor:
 
         `corrected` is whether the recipe corrects the loss for such a rollout.
         """
-        names = ["nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"]
+        names = ["nbytes", "link_bytes", "node_bytes", "seconds", "copy_seconds", "verify_seconds"]
         names += ["merge_lost"] if receipt.merge_lost is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
         self.sync["stages"] = receipt.stages

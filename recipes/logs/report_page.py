@@ -108,6 +108,8 @@ def key_figures(run: Run) -> dict[str, str]:
             "overlapped moves, median": f"{median('hidden_seconds'):.3f} s",
             "tokens per second, median": f"{median('tokens_per_second'):,.0f}",
         }
+    if sent := [size for row in run.train("sync") if (size := row["sync"].get("node_bytes"))]:
+        figures["between machines in a sync"] = format_bytes(sent[-1])
     if mismatches := [row["mismatch_mean"] for row in run.train("mismatch_mean")]:
         median_mismatch = statistics.median(mismatches)
         figures["log-probability mismatch, median"] = f"{median_mismatch:.1e}"

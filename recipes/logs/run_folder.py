@@ -339,6 +339,12 @@ class RunFolder:
         environment = json.dumps(describe_environment(), indent=2)
         replace_text(self.path / "environment.json", environment + "\n")
 
+    def add_nodes(self, nodes: Mapping[str, str]) -> None:
+        """Record the actors on each Ray node in environment.json."""
+        file = self.path / "environment.json"
+        environment = json.loads(file.read_text()) | {"nodes": dict(nodes)}
+        replace_text(file, json.dumps(environment, indent=2) + "\n")
+
     def add_row(self, row: Row, samples: Sequence[Row] = ()) -> None:
         """Write a row and the samples that belong to it."""
         self.run.rows.append(row)

@@ -189,7 +189,8 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     if plan.rollout_devices:
         many = f", {plan.devices} with a trainer and {plan.rollout_devices} with an engine only"
-    show(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}")
+    on = f"; {plan.machines} machines" if plan.machines > 1 else ""
+    show(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}{on}")
     room = "" if plan.host_room is None else f"; at most {format_bytes(int(plan.host_room))} fit"
     show(f"host: {format_bytes(plan.host_bytes)} on each machine{room}")
     most = f"at most {plan.most_kv_tokens:,} fit at every stage"

@@ -27,6 +27,7 @@ from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
 from recipes.planner.sizes import (
     GIB,
+    MESSAGES,
     MIB,
     Gpu,
     engine_group,
@@ -99,6 +100,7 @@ class MemoryPlan:
         devices: Number of GPUs with a trainer rank, all alike.
         stages: Peak bytes of every stage on a GPU with a trainer rank.
         rollout_devices: Number of GPUs with an engine rank only, all alike.
+        machines: Number of machines.
         rollout_stages: Peak bytes of stages on such a GPU.
         host_bytes: Bytes of one machine, in all its processes.
         host_room: Bytes that these processes may take; None: unknown.
@@ -130,6 +132,7 @@ class MemoryPlan:
     host_room: float | None = None
     outside: dict[str, int | None] | None = None
     rollout_devices: int = 0
+    machines: int = 1
     rollout_stages: tuple[StagePlan, ...] = ()
 
     @property
@@ -199,7 +202,7 @@ def planning(
     notes = (
         [] if card.measured else [f"contexts on {card.name} are assumed to be those of the H100"]
     )
-    if recipe.cluster.rollout_gpus:
+    if recipe.cluster.apart:
         notes.append("a single process on a GPU is assumed to have half of the contexts of two")
     outside_sizes = None
     if recipe.engine.hosted:
@@ -207,6 +210,9 @@ def planning(
         card, note = _with_outside(recipe, card, outside)
         notes = [note]
     half, cluster = card.contexts // 2, recipe.cluster
+    if cluster.machines > 1:
+        half, card = half + MESSAGES, card._replace(contexts=card.contexts + MESSAGES)
+        notes.append("NCCL's memory for syncs between machines is not in the plan")
     own = card  # the trainer's
     if not cluster.colocate:
         own = card._replace(contexts=half + trainer_group(recipe))
@@ -227,9 +233,7 @@ def planning(
             room = own.total - own.contexts
             run = dry_run(decided, beside, setup, trainer, room=room, staged=staged)
             stages, host_bytes = _of_device_and_host(run, decided, own, sizes)
-            awake = (
-                () if not cluster.rollout_gpus else always_awake(sizes, half + engine_group(recipe))
-            )
+            awake = () if not cluster.apart else always_awake(sizes, half + engine_group(recipe))
             pools = [*stages, *awake]
             most = _most_tokens(pools, own, kv_tokens, per_token, recipe.engine.page_size)
             plan = MemoryPlan(
@@ -237,7 +241,8 @@ def planning(
                 gpu=own,
                 devices=cluster.size,
                 stages=stages,
-                rollout_devices=cluster.nnodes * cluster.rollout_gpus,
+                rollout_devices=cluster.apart,
+                machines=cluster.machines,
                 rollout_stages=awake,
                 host_bytes=host_bytes,
                 kv_tokens=kv_tokens,
@@ -272,7 +277,7 @@ def _of_device_and_host(
     tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
     asleep = engine.weights if recipe.engine.sleep_level == 1 and cluster.colocate else 0
     host = cluster.n_gpus_per_node * (sum(saved.values()) + run.host + asleep)
-    host += cluster.engine_ranks // cluster.nnodes * tier
+    host += cluster.engines_per_node * tier
     return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
 
@@ -305,8 +310,8 @@ def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
 
 def _on(recipe: Recipe, devices: int) -> Recipe:
     """Return the recipe on this number of devices, in machines of up to eight."""
-    if recipe.cluster.rollout_gpus:
-        rule = f"cluster.rollout_gpus={recipe.cluster.rollout_gpus} divides the GPUs into two kinds"
+    if recipe.cluster.apart:
+        rule = "cluster.rollout_gpus or cluster.rollout_nodes divides the GPUs into two kinds"
         raise RecipeError(f"--gpu :{devices}: {rule}; set cluster.n_gpus_per_node instead")
     per_node = min(devices, 8)
     if devices % per_node:

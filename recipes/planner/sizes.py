@@ -28,6 +28,7 @@ from recipes.setup.preparation import (
 from rollout.config import first_tokens
 from rollout.model import ModelConfig, load_model_config, rank_groups
 from rollout.parallel import STAGING_BYTES
+from trainer_bridge.sync import MESSAGE_BYTES
 
 GIB = 1 << 30
 
@@ -90,6 +91,7 @@ def of_device(total: int) -> Gpu:
 TRAINER_GROUP = 400 * MIB
 ENGINE_GROUP = 906 * MIB  # captured collectives included
 CHECKPOINT = 450 * MIB  # more, once the trainer's ranks have saved a checkpoint
+MESSAGES = 4 * MESSAGE_BYTES  # buffers of a sync between machines, two per direction
 
 
 def trainer_group(recipe: Recipe) -> int:

@@ -190,8 +190,8 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
-    if recipe.cluster.rollout_gpus:
-        return f"cluster.rollout_gpus={recipe.cluster.rollout_gpus} engines are on other devices"
+    if recipe.cluster.apart:
+        return f"{recipe.cluster.apart} engine ranks are on other devices"
     if recipe.lora.rank:
         return "the engine serves merged adapters, not the trainer's pages"
     own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype

@@ -21,6 +21,7 @@ from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.recipes.tiny_runs import SMALL
+from trainer_bridge.sync import MESSAGE_BYTES
 
 PLANS = ROOT / "examples" / "plans"
 Capture = pytest.CaptureFixture[str]
@@ -139,6 +140,26 @@ def test_plan_fits_only_if_both_kinds_of_gpus_fit(capsys: Capture) -> None:
     assert "engines stay awake on GPUs of their own\nleaves: nothing\n" in printed
     assert main([*words, "--gpu", "h100-80gb:8"]) == 2
     assert "set cluster.n_gpus_per_node instead" in capsys.readouterr().err
+
+
+def test_plan_of_several_machines_counts_their_gpus_and_the_buffers_of_messages(
+    capsys: Capture,
+) -> None:
+    words = [*APART[:1], "cluster.n_gpus_per_node=2", "cycle.resident=[]", "cycle.overlap=[]"]
+    far = ["cluster.rollout_nodes=2", "cluster.colocate=false"]
+    plan = plan_of(recipes.load("tiny", [*words, *far]), name="far", gpu="h100-80gb")
+    assert (plan.devices, plan.rollout_devices, plan.machines) == (2, 4, 3)
+    near = plan_of(
+        recipes.load("tiny", [*words, "cluster.rollout_gpus=4", far[1]]),
+        name="near",
+        gpu="h100-80gb",
+    )
+    for stage, other in zip(plan.rows, near.rows, strict=True):
+        assert stage.contexts - other.contexts == 4 * MESSAGE_BYTES
+    assert main(["plan", "tiny", *words, *far]) == 0
+    printed = capsys.readouterr().out
+    assert "2 with a trainer and 4 with an engine only; 3 machines" in printed
+    assert "NCCL's memory for syncs between machines is not in the plan" in printed
 
 
 def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> None:

@@ -78,7 +78,8 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     monkeypatch.setattr("recipes.arguments.open_ray", lambda *args, **words: words)
     ray = prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path)
     places = {"devices": 1, "nodes": 1, "address": None}
-    places |= {"rollout_devices": 0, "colocate": True}
+    places |= {"rollout_devices": 0, "rollout_nodes": 0, "colocate": True}
+    places |= {"object_store_bytes": 256 << 20, "ports": None}
     note = lambda number, error: None  # noqa: E731
     assert open_pair(ray, no_stage, note) == {
         **places, "timeout": 7.0, "alias": False, "stage": no_stage,
@@ -96,6 +97,13 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     opened = open_pair(apart, no_stage, note)
     assert (opened["rollout_devices"], opened["colocate"], opened["alias"]) == (3, False, False)
     assert cycle_arguments(apart.recipe)["resident"] >= {"weights", "kv_cache", "cuda_graph"}
+    far = ["cluster.rollout_nodes=2", "cluster.ports=20000-20009", "cluster.object_store_gib=1"]
+    opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), no_stage, note)
+    assert (opened["nodes"], opened["rollout_nodes"], opened["address"]) == (1, 2, "auto")
+    assert (opened["ports"], opened["object_store_bytes"]) == ((20000, 20009), 1 << 30)
+    far.append("cluster.address=10.0.0.1:6379")
+    opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), no_stage, note)
+    assert opened["address"] == "10.0.0.1:6379"
     one = prepare(recipes.load("tiny", [*words, "cluster.rollout_gpus=1"]), tmp_path)
     assert one.kv_tokens == 3 * apart.kv_tokens, "each engine has a third of the requests"
     plain = prepare(recipes.load("tiny"), tmp_path)

@@ -171,7 +171,7 @@ def test_run_goes_on_after_losing_its_engine_with_the_same_numbers(
 ) -> None:
     folder, flag = tmp_path / "run", tmp_path / "flag"
     flag.touch()
-    monkeypatch.setattr("trainer_bridge.coordinator.RolloutActor", dying_engine(flag))
+    monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", dying_engine(flag))
     words = ["run", "tiny", *SMALL, "driver=ray", "steps=2", "--run-dir", str(folder)]
     with without_pictures():
         assert main(words) == 0

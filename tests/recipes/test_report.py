@@ -22,7 +22,7 @@ from recipes.logs.report_page import (
     write_report,
 )
 from recipes.logs.run_folder import Run, RunFolder, Span, whole_rows
-from tests.helpers.recipes.run_folders import MIB, eval_row, make_run, train_row
+from tests.helpers.recipes.run_folders import MIB, add_step, eval_row, make_run, train_row
 from tests.helpers.recipes.tiny_runs import PNG, Row
 
 PEAKS = {
@@ -111,6 +111,16 @@ def test_key_figures_follow_from_the_rows(run: Path) -> None:
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
     assert key_figures(Run()) == {}
+
+
+def test_page_shows_the_nodes_of_a_run_and_the_bytes_between_them(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
+    folder.add_nodes({"10.0.0.1": "trainer[0]", "10.0.0.2": "rollout[1], rollout[2]"})
+    add_step(folder, 1, sync={"node_bytes": 3 << 20})
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = Page(tmp_path / "run/report.html")
+    assert ["10.0.0.2", "rollout[1], rollout[2]"] in page.rows["Where it ran"]
+    assert key_figures(folder.run)["between machines in a sync"] == "3.0 MiB"
 
 
 def test_page_shows_answers_of_the_newest_step_and_evaluation_as_text(tmp_path: Path) -> None:

@@ -106,6 +106,17 @@ RULES = [
         f"{APART} engine.tensor_parallel_size=2",
         "does not divide cluster.rollout_gpus=1, the",
     ),
+    (
+        "tiny",
+        "driver=ray engine.tensor_parallel_size=2 cluster.n_gpus_per_node=3 cluster.colocate=false "
+        "cluster.rollout_nodes=1",
+        "does not divide the 3 devices of a machine of cluster.rollout_nodes",
+    ),
+    ("tiny", "cluster.rollout_nodes=1", "driver=inprocess: cannot drive 2 devices; set driver=ray"),
+    ("tiny", "cluster.address=1.2.3.4:5", "excludes driver=inprocess; set driver=ray"),
+    ("tiny", "driver=ray cluster.address=here", "cluster.address=here: "),
+    ("tiny", "cluster.ports=30-20", "cluster.ports=30-20: is not a range of ports from 1024 to"),
+    ("tiny", "cluster.object_store_gib=0", "cluster.object_store_gib=0"),
     ("tiny", f"{APART} cycle.alias=always", "cycle.alias=always: needs trainer and engine on one"),
     (
         "tiny",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -119,13 +121,25 @@ def test_replicas_refuse_params_that_do_not_fit_the_prompts() -> None:
             [0, 1, 0, 1],
             [(0, 0, 2), (1, 0, 2), (0, 1, 1), (1, 1, 1)],
         ),
+        (
+            {"devices": 2, "rollout_nodes": 1, "colocate": False},
+            [2, 3],
+            [None, None],
+            [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)],
+        ),
+        (
+            {"rollout_devices": 1, "rollout_nodes": 1},
+            [0, 1, 2, 3],
+            [0, 0, None, None],
+            [(0, 0, 2), (0, 1, 1), (1, 0, 1), (1, 1, 1)],
+        ),
     ],
-    ids=["colocated", "apart", "both"],
+    ids=["colocated", "apart", "both", "far", "near and far"],
 )
 def test_engines_belong_to_a_trainer_rank_of_their_device_or_machine(
     options: dict[str, Any],
     engines: list[int],
-    owners: list[int],
+    owners: list[int | None],
     bundles: list[tuple[int, int, int]],
 ) -> None:
     placement = Placement(**options)
@@ -146,6 +160,9 @@ class FakeRay:
         patch.setattr(ray, "is_initialized", lambda: False)
         patch.setattr(ray, "init", self.init)
         patch.setattr(ray, "shutdown", self.shutdown)
+        store = {"object_store_memory": 100.0}
+        node = {"NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": store}
+        patch.setattr(ray, "nodes", lambda: [node, {"Alive": False, "Resources": {}}])
         patch.setenv("RAY_USAGE_STATS_ENABLED", "perhaps")
         patch.delenv("RAY_ADDRESS", raising=False)
 
@@ -176,16 +193,46 @@ def test_own_cluster_has_cpus_for_all_actors_and_is_ended_on_error(
     assert cluster.ended == 1
 
 
-@pytest.mark.parametrize(("given", "used"), [("auto", "auto"), (None, "1.2.3.4:5")])
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """Yield an address at which something accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("given", ["auto", None])
 def test_running_cluster_is_joined_and_left(
-    given: str | None, used: str, cluster: FakeRay, monkeypatch: pytest.MonkeyPatch
+    given: str | None, listening: str, cluster: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = lambda *_: None  # noqa: E731
-    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:5")
+    monkeypatch.setenv("RAY_ADDRESS", listening)
     before = signal.signal(signal.SIGTERM, own)
     try:
-        with connected(given, 1):
+        with connected(given, 1, 100):
             assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert [asked["address"] for asked in cluster.asked] == [used] and cluster.ended == 1
+    used = [asked["address"] for asked in cluster.asked]
+    assert used == [given or listening] and cluster.ended == 1
+
+
+def test_address_without_a_cluster_is_refused_immediately(cluster: FakeRay) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(
+        ValueError,
+        match=rf"^no Ray cluster answers at {address} \(.*refused\); start one .* or set",
+    ):
+        with connected(address, 1):
+            pass
+    assert not cluster.asked
+
+
+def test_node_with_a_small_object_store_is_named(cluster: FakeRay, listening: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"on 10\.0\.0\.2 has 100 of the 101 bytes .*ray start --object-store-memory=101$",
+    ):
+        with connected(listening, 1, 101):
+            pass
+    assert cluster.ended == 1

@@ -105,7 +105,7 @@ class FakeTrainer:
         self.world.at("sync_weights")
         self.world.version, self.world.reason = version, None
         zero = dict.fromkeys(
-            ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"), 0
+            ("nbytes", "link_bytes", "node_bytes", "seconds", "copy_seconds", "verify_seconds"), 0
         )
         return SyncReceipt(version=version, digests=(1,), stages={}, **zero)
 

@@ -233,9 +233,17 @@ def test_reservation_of_busy_devices_fails_in_time(
         Placement(devices=CPUS // 2), on_gpu=False
     ):  # may wait for resources of the previous test
         monkeypatch.setattr("trainer_bridge.remote.group.START_SECONDS", 0.2)
-        with pytest.raises(
-            ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; stop other jobs"
-        ):
+        with pytest.raises(ValueError, match=r"no room for 1 x \{'CPU': 2\} .*; stop other jobs"):
             with reserved(Placement(), on_gpu=False):
                 pass
+    ray_cluster.wait_free()
+
+
+def test_second_machine_needs_another_node(
+    ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_bridge.remote.group.START_SECONDS", 2.0)
+    with pytest.raises(ValueError, match=r"no room for 1 x .* on machine 2 of 2 .*, nodes: 1\)"):
+        with reserved(Placement(nodes=2), on_gpu=False):
+            pass
     ray_cluster.wait_free()

@@ -30,7 +30,7 @@ class Replaced:
         self, path: str, engine: Any = ENGINE, rank: int = 0, **where: Any
     ) -> AbstractContextManager[Any]:
         actor = dying_engine(self.flag, rank)
-        self._patch.setattr("trainer_bridge.coordinator.RolloutActor", actor)
+        self._patch.setattr("trainer_bridge.coordinator.RolloutRankActor", actor)
         note = lambda number, error: self.seen.append((number, error.actor))  # noqa: E731
         leaving = ("params", "optim")
         settings = config(path, leaving=leaving)

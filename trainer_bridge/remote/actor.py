@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
+import torch.distributed as dist
+
 from memsaver import MemorySaver
-from rollout.actor_base import ActorBase, RankAddress
+from rollout.actor_base import ActorBase, Ports, RankAddress, join_apart, leave
 from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
 from rollout.tag_names import TAGS
@@ -36,6 +38,7 @@ class TrainerActor(ActorBase):
 
     held: Trainer
     _saver: MemorySaver | None = None
+    _receiving: dist.ProcessGroup | None = None
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
@@ -56,6 +59,15 @@ class TrainerActor(ActorBase):
         saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
+    def connect(self, targets: Sequence[Any], address: RankAddress | None = None) -> None:
+        """Connect to engines; with an address, in a group with receiving ranks (`Receiver`)."""
+        if self._receiving is not None:
+            leave(self._receiving)
+            self._receiving = None
+        if address is not None:
+            self._receiving = join_apart(address, self.held.device, self._store)
+        self.held.connect(targets, self._receiving)
+
 
 class RemoteTrainer(RemoteGroup):
     """A handle on all ranks of a trainer, with the methods and contracts of `Trainer`.
@@ -65,22 +77,28 @@ class RemoteTrainer(RemoteGroup):
     """
 
     _rollout: RemoteRollout | None = None
-    _owners: Sequence[int] = ()
+    _owners: Sequence[int | None] = ()
     _connected = range(0)
 
     def build(
         self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None
     ) -> None:
         """Build the trainers of all ranks concurrently, with arguments of `Trainer`."""
-        self.call_each("build", [(layout, shard_dims, address) for address in addresses(self)])
+        self.call_each(
+            "build", [(layout, shard_dims, place) for place in addresses(self, self.ports)]
+        )
 
     def reserve(self) -> None:
         """Begin to obtain host memory for offloaded tags on every rank, without waiting."""
         for rank in self.ranks:
             rank.start("reserve", len(self.ranks))
 
-    def connect(self, rollout: RemoteRollout, owners: Sequence[int]) -> None:
-        """Connect each rank to the engine ranks that it owns; `owners` has a rank for each."""
+    def connect(self, rollout: RemoteRollout, owners: Sequence[int | None]) -> None:
+        """Connect each rank to the engine ranks that it owns.
+
+        `owners` has a rank for each engine rank, or None for those that receive their bytes
+        themselves, on machines without a trainer rank.
+        """
         self._rollout, self._owners = rollout, owners
         self.connect_to(range(len(owners)))
 
@@ -89,11 +107,22 @@ class RemoteTrainer(RemoteGroup):
         assert self._rollout is not None
         owned: list[list[RemoteRollout]] = [[] for _ in self.ranks]
         for rank in engine_ranks:
-            plain = RemoteRollout([self._rollout.ranks[rank]], self._rollout.timeout)
-            owned[self._owners[rank]].append(plain)
+            if (owner := self._owners[rank]) is not None:
+                plain = RemoteRollout([self._rollout.ranks[rank]], self._rollout.timeout)
+                owned[owner].append(plain)
         self._connected = range(0)  # if the connection fails
-        self.call_each("connect", [(own,) for own in owned])
+        members = self._members(engine_ranks)
+        far = len(members.ranks) > len(self.ranks)
+        places = addresses(members, self.ports) if far else [None] * len(self.ranks)
+        targets = [*owned, *([] for _ in members.ranks[len(self.ranks) :])]
+        members.call_each("connect", [*zip(targets, places, strict=True)])
         self._connected = engine_ranks
+
+    def _members(self, engine_ranks: range) -> RemoteGroup:
+        """Return the ranks of a sync: all of the trainer, and those engine ranks that receive."""
+        engines = () if self._rollout is None else self._rollout.ranks
+        receiving = [engines[rank] for rank in engine_ranks if self._owners[rank] is None]
+        return RemoteGroup([*self.ranks, *receiving], self.timeout)
 
     def sync_weights(self, version: int, **how: Any) -> SyncReceipt:
         """Write, verify and serve the weights on all engines; see `Trainer.sync_weights`."""
@@ -103,14 +132,23 @@ class RemoteTrainer(RemoteGroup):
         """Share the trainer's pages with the engine; see `Trainer.alias_weights`."""
         return self._synced("alias_weights", version)
 
+    def sync_connected(self, method: str, version: int, **how: Any) -> SyncReceipt:
+        """Run a sync once, with the engine ranks that are connected."""
+        return self._members(self._connected).call(method, version, **how)
+
     def _synced(self, method: str, version: int, **how: Any) -> SyncReceipt:
         """Run a sync, and repeat it if engines died and were replaced."""
         while True:
             try:
                 if len(self._connected) < len(self._owners):
                     self.connect_to(range(len(self._owners)))
-                receipt = self.call(method, version, **how)
-            except Exception:
+                receipt = self.sync_connected(method, version, **how)
+            except Exception as error:
+                own = [rank.name for rank in self.ranks]
+                if isinstance(error, ActorDied) and error.actor in own:
+                    raise  # receiving ranks, which wait for it, would not answer
+                if self._members(self._connected).ranks != self.ranks:
+                    self._connected = range(0)  # receiving ranks may still wait for others
                 if self._rollout is None or not self._rollout.replace_dead():
                     raise
             else:
@@ -161,7 +199,8 @@ class RemoteRollout(RemoteGroup):
         chosen = self.engines if engines is None else engines
         places: list[tuple[RankAddress | None] | None] = [None] * len(self.ranks)
         for engine in chosen:
-            for rank, address in zip(engine, addresses(self.of(engine)), strict=True):
+            own = addresses(self.of(engine), self.ports)
+            for rank, address in zip(engine, own, strict=True):
                 places[rank] = (address,)
         self.call_each("build", places)
 
@@ -320,14 +359,14 @@ def dispatch_prompts(
     return [sorted(numbers) for numbers in dispatched]
 
 
-def addresses(ranks: RemoteGroup) -> list[RankAddress | None]:
+def addresses(ranks: RemoteGroup, ports: Ports | None) -> list[RankAddress | None]:
     """Return where each rank joins the process group; None for a single rank.
 
-    Rank 0 opens the store.
+    Rank 0 opens the store, on one of `ports` if they are given.
     """
     if len(ranks.ranks) == 1:
         return [None]
-    host, port = ranks.each()[0].call("meet")
+    host, port = ranks.each()[0].call("meet", ports)
     size, seconds = len(ranks.ranks), ranks.timeout
     return [
         RankAddress(host=host, port=port, rank=rank, size=size, seconds=seconds)

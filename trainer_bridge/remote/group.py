@@ -8,13 +8,15 @@ import functools
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from memsaver.system.interrupts import held
+from rollout.actor_base import Ports
 from rollout.errors import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, OtherRankFailed, RankFailed, SyncError
 from trainer_bridge.remote.placement import Placement
@@ -37,11 +39,12 @@ place of earlier ones, or None for ranks whose answers are given up."""
 
 
 class RemoteActor:
-    """A handle on one Ray actor (an `ActorBase`), and the actor's name in errors."""
+    """A handle on one Ray actor (an `ActorBase`), its name in errors, and its node's address."""
 
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: Any, name: str, node: str = "") -> None:
         self.handle = handle
         self.name = name
+        self.node = node
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, and return a reference to its answer."""
@@ -61,7 +64,12 @@ class RemoteActor:
             if error.actor_init_failed:  # the text ends with the constructor's error
                 reason = f"could not start ({str(error).strip().splitlines()[-1].strip()})"
                 raise ActorDied(self.name, "__init__", reason) from error
-            raise ActorDied(self.name, method, "died") from error
+            reason = f"died with its node {self.node}" if self.lost() else "died"
+            raise ActorDied(self.name, method, reason) from error
+
+    def lost(self) -> bool:
+        """Return whether the actor's node is not part of the cluster any more."""
+        return bool(self.node) and self.node not in node_addresses()
 
 
 class RemoteGroup:
@@ -76,6 +84,7 @@ class RemoteGroup:
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float) -> None:
         self.ranks = tuple(ranks)  # in the order of their ranks
         self.timeout = timeout  # seconds for one call
+        self.ports: Ports | None = None  # on which ranks of a process group find each other
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a public method of the actors, which runs on all ranks; rank 0's answer counts."""
@@ -176,20 +185,29 @@ def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, d
 
 START_SECONDS = 60.0  # limit for Ray to find free devices
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
-# Size of Ray's object store. Only batches and messages pass through it, never weights.
-_STORE_BYTES = 256 << 20
+CONNECT_SECONDS = 10.0  # limit for a cluster's port to answer
 
-Place = dict[str, Any]
-"""Ray options that give an actor its part of a device."""
+STORE_BYTES = 256 << 20
+"""Default size of Ray's object store. Only batches and messages pass through it, never weights."""
+
+
+class Place(NamedTuple):
+    """The place of actors: Ray options that give an actor its part of a device, and the node."""
+
+    options: dict[str, Any]
+    node: str
 
 
 @contextlib.contextmanager
-def connected(address: str | None, actors: int) -> Iterator[None]:
+def connected(address: str | None, actors: int, store_bytes: int = STORE_BYTES) -> Iterator[None]:
     """Connect to a Ray cluster for the block.
 
     A process that is already connected stays connected. `address` is that of a running cluster.
-    None takes RAY_ADDRESS, or starts a small cluster, with CPUs for `actors`, and ends it with the
-    block.
+    None takes RAY_ADDRESS, or starts a small cluster, with CPUs for `actors` and an object store of
+    `store_bytes`, and ends it with the block.
+
+    Raises:
+        ValueError: No cluster answers at the address, or a node's object store is smaller.
     """
     import ray
 
@@ -200,15 +218,52 @@ def connected(address: str | None, actors: int) -> Iterator[None]:
     options: dict[str, Any] = {"address": address}
     if address is None:
         cpus = max(actors, cores())
-        options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
+        options = {"address": "local", "num_cpus": cpus, "object_store_memory": store_bytes}
         options["include_dashboard"] = False
     try:
         # Interrupting the start of a cluster would leave its agents running.
         with contextlib.nullcontext() if address else held(), _process_kept():
-            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+            with _reachable(address):
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        if address is not None:
+            _require_stores(store_bytes)
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _reachable(address: str | None) -> Iterator[None]:
+    """Raise a ValueError if no cluster answers at an address; Ray would try for a minute."""
+    host, _, port = (address or "").rpartition(":")
+    try:
+        if port.isdigit() and "://" not in host:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        yield
+    except OSError as error:  # Ray's ConnectionError is one
+        cause = str(error.__cause__ or error).strip().splitlines() or ["timeout"]
+        text = f"no Ray cluster answers at {address} ({cause[-1]})"
+        remedy = "start one (ray start --head), or set cluster.address to that of a running one"
+        raise ValueError(f"{text}; {remedy}") from error
+
+
+def _require_stores(nbytes: int) -> None:
+    """Raise a ValueError that names a node whose object store is smaller than `nbytes`."""
+    import ray
+
+    for node in ray.nodes():
+        size = node["Resources"].get("object_store_memory", nbytes)
+        if node["Alive"] and size < nbytes:
+            text = f"Ray's object store on {node['NodeManagerAddress']} has {size:.0f} of the"
+            remedy = f"start the node by ray start --object-store-memory={nbytes}"
+            raise ValueError(f"{text} {nbytes} bytes of cluster.object_store_gib; {remedy}")
+
+
+def node_addresses() -> dict[str, str]:
+    """Return the id of each node that is alive, by its address."""
+    import ray
+
+    return {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 @contextlib.contextmanager
@@ -236,39 +291,55 @@ def cores() -> int:
 def reserved(placement: Placement, on_gpu: bool) -> Iterator[list[Place]]:
     """Reserve the devices of a placement for the block.
 
-    A device is one bundle of a placement group, so all of its actors get the same GPU. An
-    autoscaling cluster has time to grow. The block gets the options for the actors of each device.
-    Devices that are not free within `START_SECONDS` raise a ValueError.
+    A machine is a placement group on its own Ray node, and a device is one bundle of it, so all
+    actors of a device get the same GPU. An autoscaling cluster has time to grow. The block gets the
+    place of each device. Devices that are not free within `START_SECONDS` raise a ValueError.
     """
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     devices, gpu = placement.bundles(), {"GPU": 1} if on_gpu else {}
-    bundles = [{"CPU": ranks, **gpu} for node, _, ranks in devices if node == 0]
     with contextlib.ExitStack() as undo:
-        groups = []
-        for _ in range(placement.nodes):
-            groups.append(placement_group(bundles, strategy="STRICT_PACK"))
-            undo.callback(ray.util.remove_placement_group, groups[-1])
+        groups: list[Any] = []
+        nodes: list[str] = []  # ids
         end = time.monotonic() + START_SECONDS
-        for group in groups:
+        for machine in range(placement.machines):
+            bundles = [{"CPU": ranks, **gpu} for node, _, ranks in devices if node == machine]
+            others = {"ray.io/node-id": f"!in({','.join(nodes)})"}
+            selector = [others] * len(bundles) if nodes else None
+            group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=selector)
+            groups.append(group)
+            undo.callback(ray.util.remove_placement_group, group)
             try:
                 ray.get(group.ready(), timeout=max(0.0, end - time.monotonic()))
             except ray.exceptions.GetTimeoutError as error:
-                available = ray.available_resources()
-                free = {name: available.get(name, 0) for name in bundles[0]}
-                kinds = [(bundle, len([*same])) for bundle, same in groupby(bundles)]
-                need = " and ".join(f"{placement.nodes} x {n} x {bundle}" for bundle, n in kinds)
-                raise ValueError(
-                    f"the Ray cluster has no room for {need} (free: {free})"
-                    "; stop other jobs of the cluster, or use fewer devices"
-                ) from error
+                raise _no_room(bundles, machine, placement.machines) from error
+            nodes.append(ray.util.placement_group_table(group)["bundles_to_node_id"][0])
+        address = {node: address for address, node in node_addresses().items()}
         yield [
-            {
-                "num_cpus": 1,
-                "num_gpus": 1 / ranks if on_gpu else 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(groups[node], index),
-            }
+            Place(
+                {
+                    "num_cpus": 1,
+                    "num_gpus": 1 / ranks if on_gpu else 0,
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(groups[node], index),
+                },
+                address.get(nodes[node], nodes[node]),
+            )
             for node, index, ranks in devices
         ]
+
+
+def _no_room(bundles: Sequence[Mapping[str, int]], machine: int, machines: int) -> ValueError:
+    """Return the error of a machine, by number, for which the cluster has no room."""
+    import ray
+
+    available = ray.available_resources()
+    free = {name: available.get(name, 0) for name in bundles[0]}
+    kinds = [(bundle, len([*same])) for bundle, same in groupby(bundles)]
+    need = " and ".join(f"{count} x {bundle}" for bundle, count in kinds)
+    on = f" on machine {machine + 1} of {machines}" if machines > 1 else ""
+    return ValueError(
+        f"the Ray cluster has no room for {need}{on} (free: {free}, "
+        f"nodes: {len(node_addresses())}); stop other jobs of the cluster, or use fewer devices"
+    )

@@ -60,11 +60,11 @@ class Replacer:
         """Replace the engine whose actor died, and return whether the new one has weights.
 
         Raises:
-            ActorDied: `error`, if it is of no engine, or if no replacement is left; or the new
-                engine died while it started.
+            ActorDied: `error`, if it is of no engine, if no replacement is left, or if the engine's
+                node is lost; or the new engine died while it started.
         """
         engine = self._rollout.engine_of(error.actor)
-        if engine is None or not self.left:
+        if engine is None or not self.left or self._rollout.ranks[engine.start].lost():
             raise error
         self._done, self.left = self._done + 1, self.left - 1
         self._on_replaced(self._done, error)
@@ -85,7 +85,8 @@ class Replacer:
         if served:
             self._trainer.connect_to(engine)
             sync = "alias_weights" if self._alias else "sync_weights"
-            self._trainer.call(sync, self._rollout.version)
+            assert self._rollout.version is not None
+            self._trainer.sync_connected(sync, self._rollout.version)
         else:
             self._rollout.without_weights.add(engine)
         if brief:

@@ -1,6 +1,5 @@
 """Agreement of ranks before each step that cannot be undone: all of them continue, or none."""
 
-import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -137,9 +136,6 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
     return dict(part.split(":", 1) for part in config.split(",")).get(device_type)
 
 
-_made = itertools.count()
-
-
 def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -> Agreement:
     """Create the agreement of a process group's ranks; a collective call.
 
@@ -154,5 +150,7 @@ def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -
         gloo = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(gloo, dist.ProcessGroup)
         cpu = gloo
-    store = dist.PrefixStore(f"memsaver/sync/{next(_made)}", group.get_group_store())
+    store = group.get_group_store()
+    number = store.add(f"memsaver/agreements/{group.rank()}", 1)  # the same on all ranks
+    store = dist.PrefixStore(f"memsaver/agreement/{number}", store)
     return Agreement(cpu, store, group=group, timeout=timeout)

@@ -2,7 +2,8 @@
 
 Input and output are plain data, without tensors. Both sides hold boxes of parameters, and a copy is
 the intersection of a rank's box and a target's slice. If several ranks hold an element, a rank on
-the target's device copies it, if there is one, to keep traffic on links low.
+the target's device copies it if there is one, or else a rank on the target's machine, to keep
+traffic on links low.
 """
 
 import math
@@ -16,6 +17,7 @@ from typing import NamedTuple, Self
 
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import dot
+from memsaver.system.devices import machine_of
 from rollout.model import Stored, spellings
 from rollout.weights import ArenaBox, Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
@@ -243,16 +245,19 @@ def _sends(
 ) -> Sends:
     """Choose the ranks that send a box to targets.
 
-    For each part of the box and each target, a holder on the target's device is preferred.
-    Otherwise the holders take turns, beginning with number `turn`, which differs between parameters
-    of the same kind to spread the work evenly over the ranks.
+    For each part of the box and each target, a holder on the target's device is preferred, then one
+    on its machine. Equally near holders take turns, beginning with number `turn`, which differs
+    between parameters of the same kind to spread the work evenly over the ranks.
     """
+    machines = [machine_of(place) for place in places]
     sends: dict[tuple[int, int], list[tuple[Box, Box]]] = defaultdict(list)
     for common, whole, ranks in cover(box, held):
         turns: Counter[Ints] = Counter()
         for target in targets:
-            near = tuple(rank for rank in ranks if places[rank] == target_places[target])
-            choice = near or ranks
+            place = target_places[target]
+            near = tuple(rank for rank in ranks if places[rank] == place)
+            same = tuple(rank for rank in ranks if machines[rank] == machine_of(place))
+            choice = near or same or ranks
             rank = choice[(turn + turns[choice]) % len(choice)]
             turns[choice] += 1
             sends[rank, target].append((common, whole))

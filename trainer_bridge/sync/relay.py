@@ -1,7 +1,8 @@
 """Transfer of bytes to targets whose pages a rank cannot map.
 
 The bytes go in messages to the rank that owns the target. It writes them into the target's pages,
-or passes them on through the target's handle.
+or passes them on through the target's handle. Replicas on one machine get the same message once:
+their owners take turns to receive it, and the receiver writes it into the pages of all of them.
 
 All ranks know the order of the rounds. In round (step, n) each rank sends its n-th message for the
 rank `step` places after it, and receives a message from the rank `step` places before it. So a rank
@@ -18,11 +19,11 @@ error afterwards, so that other ranks need not wait for a timeout. The bytes are
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, cycle, pairwise, zip_longest
+from itertools import chain, cycle, pairwise, product, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -31,12 +32,13 @@ from torch import Tensor
 
 from memsaver.ops.layout import round_up, row_major
 from memsaver.ops.rows import RowCopies
-from memsaver.system.devices import device_key
+from memsaver.system.devices import device_key, machine_of
 from rollout.protocols import UpdatableEngine
 from rollout.weights import PackedBox
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.agree import Agreement, backend_of
 from trainer_bridge.sync.plan import Copy, SyncPlan
+from trainer_bridge.sync.shards import Ints
 from trainer_bridge.sync.writer import LowRank, Writer, copy_rows
 
 MESSAGE_BYTES = 64 << 20
@@ -72,6 +74,24 @@ class Routes:
     def handled(self) -> set[int]:
         """Return the targets whose owner cannot map the pages and passes bytes to the handle."""
         return {target for target, rank in enumerate(self.owners) if target in self.blocked[rank]}
+
+    def alike(self, copies: Iterable[Copy], machines: Sequence[str]) -> list[Ints]:
+        """Group the targets of one rank's messages; all targets of a group get the same ones.
+
+        A group is on one machine, and each owner in it can map the pages of the whole group.
+        `machines` has the machine of each target.
+        """
+        written = defaultdict[int, list[Copy]](list)
+        for copy in copies:
+            written[copy.target].append(replace(copy, target=0))
+        groups = defaultdict[object, list[int]](list)
+        for target, own in written.items():
+            groups[machines[target], tuple(own)].append(target)
+        alike: list[Ints] = []
+        for group in map(sorted, groups.values()):
+            mapped = all(t not in self.blocked[self.owners[u]] for t, u in product(group, group))
+            alike += [tuple(group)] if mapped else [(target,) for target in group]
+        return alike
 
     def warn(self) -> None:
         """Log a warning about pairs whose bytes do not go into mapped pages, with the reason."""
@@ -187,10 +207,12 @@ class Message(NamedTuple):
     """A message of one rank for one target."""
 
     rank: int  # the sender
-    target: int  # number of the target
+    target: int  # number of the target that the copies name
     # Each with the offset in bytes of its row-major elements in the message.
     copies: list[tuple[Copy, int]]
     nbytes: int  # length of the message, including gaps for alignment
+    to: int = 0  # the receiver
+    targets: Ints = ()  # all targets that get the message
 
     def boxes(self) -> list[PackedBox]:
         """Return the boxes of the message, as a target's handle takes them."""
@@ -306,7 +328,7 @@ class Relay:
     Constructor and `run` are collective calls. Tables are built once, as in `Writer`. Each
     direction in use takes two buffers as long as the longest message, at most `MESSAGE_BYTES`. If
     messages travel through the host, it takes as much pinned host memory. To unpack messages, this
-    rank must map the pages of `targets`.
+    rank must map the pages of `targets`. `node_bytes` are sent to other machines in each `run`.
     """
 
     def __init__(
@@ -333,6 +355,10 @@ class Relay:
             for message in self._messages(rank)
         ]
         senders = {pair[0] for pair in routes.relayed if routes.owners[pair[1]] == rank}
+        machines = [machine_of(place) for place in plan.places]
+        self.node_bytes = sum(
+            message.nbytes for message, _ in self._sends if machines[message.to] != machines[rank]
+        )
         taken = {sender: self._messages(sender, rank) for sender in senders}
         device = scratch.device
         travels = torch.device("cpu") if wire is None else wire.device
@@ -340,8 +366,8 @@ class Relay:
         self._out = [_Buffer(max(sends, default=0), device, travels) for _ in range(2)]
         takes = [message.nbytes for message in chain.from_iterable(taken.values())]
         self._into = [_Buffer(max(takes, default=0), device, travels) for _ in range(2)]
-        self.targets = {message.target for message in chain.from_iterable(taken.values())}
-        self.targets -= routes.handled
+        got = (message.targets for message in chain.from_iterable(taken.values()))
+        self.targets = {*chain.from_iterable(got)} - routes.handled
         self._exchanges = [*self._make_exchanges(taken), _IDLE]
         self._error: Exception | None = None
 
@@ -365,8 +391,9 @@ class Relay:
         if self._error is not None:
             raise self._error
         digests = Counter[int]()
-        for _, packing in self._sends:
-            digests.update(packing.digests())
+        for message, packing in self._sends:
+            (digest,) = packing.digests().values()
+            digests.update(dict.fromkeys(message.targets, digest))
         return digests
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -378,19 +405,23 @@ class Relay:
                 self._error = error
 
     def _messages(self, sender: int, to: int | None = None) -> list[Message]:
-        blocked = self._routes.blocked[sender]
-        copies = (copy for copy in self._plan.copies(sender) if copy.target in blocked)
-        packed = messages(copies, MESSAGE_BYTES)
-        return [message for message in packed if to in (None, self._to(message))]
-
-    def _to(self, message: Message) -> int:
-        return self._routes.owners[message.target]
+        blocked, owners = self._routes.blocked[sender], self._routes.owners
+        copies = [copy for copy in self._plan.copies(sender) if copy.target in blocked]
+        machines = [machine_of(target.place) for target in self._plan.targets]
+        groups = {group[0]: group for group in self._routes.alike(copies, machines)}
+        turns = {first: cycle(map(owners.__getitem__, group)) for first, group in groups.items()}
+        once = (copy for copy in copies if copy.target in groups)
+        packed = (
+            message._replace(to=next(turns[message.target]), targets=groups[message.target])
+            for message in messages(once, MESSAGE_BYTES)
+        )
+        return [message for message in packed if to in (None, message.to)]
 
     def _make_exchanges(self, taken: Mapping[int, Sequence[Message]]) -> Iterator[_Exchange]:
         turn, world = cycle(range(2)), len(self._plan.places)
         for step in (*range(1, world), 0):  # to itself last: no rank waits for these messages
             to, source = (self._rank + step) % world, (self._rank - step) % world
-            sends = [sent for sent in self._sends if self._to(sent.message) == to]
+            sends = [sent for sent in self._sends if sent.message.to == to]
             for sent, message in zip_longest(sends, taken.get(source, [])):
                 yield self._exchange(sent, to, message, source, next(turn))
 
@@ -421,6 +452,7 @@ class Relay:
 
         def unpack(pages: Mapping[int, Tensor]) -> None:
             buffer.arrived(nbytes)
-            table.start(pages[target])
+            for number in message.targets:
+                table.start(pages[number])
 
         return unpack

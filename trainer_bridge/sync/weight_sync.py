@@ -8,7 +8,8 @@
     commit   every target serves the version             now the trainer may release its shards
 
 If a rank cannot map a target's pages, its bytes for the target go through another rank
-(`relay.py`).
+(`relay.py`). A rank without shards receives the bytes of the engine in its own process, on a
+machine without a trainer rank. It follows rank 0, which announces each call (`follow`).
 
 All ranks agree after each stage (`agree.py`), so each rank knows that the others succeeded before
 it begins the next stage. A stage that fails on one rank ends the sync on all ranks: targets with
@@ -63,6 +64,7 @@ class SyncReceipt:
         stages: Seconds of each stage, including the wait for other ranks.
         nbytes: Bytes written into all targets.
         link_bytes: Bytes among them that went from one device to another.
+        node_bytes: Bytes that went from one machine to another, once for all replicas there.
         copy_seconds: Duration of this rank's copies.
         merge_lost: Share of the adapters' move (scale B A) that rounding to the served dtype took,
             over sampled layers: 0 if the whole move reached the targets, 1 if nothing did. None
@@ -76,6 +78,7 @@ class SyncReceipt:
     stages: dict[str, float]
     nbytes: int = 0
     link_bytes: int = 0
+    node_bytes: int = 0
     copy_seconds: float = 0.0
     merge_lost: float | None = None
 
@@ -123,17 +126,20 @@ class WeightSync:
         agreement: Agreement | None = None,
         *,
         place: str,
+        device: torch.device | None = None,
     ) -> None:
         """Plan the sync.
 
         Args:
             shards: This rank's shards, and its copy of the buffers that the targets compute with.
+                A rank without any receives bytes of its targets, and only calls `follow`.
             sources: Returns this rank's tensors by name; called in every sync. The tensors may
                 move, and change strides and dtype.
             targets: Engines that this rank calls; may be empty. Each shard of an engine is a
                 target of its own.
             agreement: Agreement of all ranks; None for a single rank.
             place: Place of this rank's device, as in `WeightLayout`.
+            device: Device of this rank; None: that of the sources.
 
         Raises:
             ValueError: Shards and targets do not fit; the text lists the differences. Nothing has
@@ -144,10 +150,11 @@ class WeightSync:
         self._shards = tuple(shards)
         self.sources = sources
         self._version: int | None = None
-        self._device = device_of(sources())
+        self._device = device or device_of(sources())
         members = agreement.agree(
             "connect", lambda: (place, list(shards), [t.weight_layout() for t in self.targets])
         )
+        self._followed = any(not held for _, held, _ in members)
         counts = [len(layouts) for _, _, layouts in members]
         self._first = sum(counts[: agreement.rank])
         blocked = agreement.agree("plan", lambda: self._make_plan(members, place))
@@ -188,6 +195,10 @@ class WeightSync:
 
     def holds(self) -> bool:
         """Return whether all targets serve the version of the last sync; a collective call."""
+        self._announce("holds")
+        return self._holds()
+
+    def _holds(self) -> bool:
         served = self.agreement.agree(
             "ask", lambda: {self._version, *(t.served_version() for t in self.targets)}
         )
@@ -219,15 +230,40 @@ class WeightSync:
             Exception: The error of this rank, if it failed.
             SyncError: Another rank failed; the text names stage, rank and error.
         """
-        started, state = time.perf_counter(), _Round(version, derived or {})
         chosen = None if names is None else tuple(sorted(names))
+        self._announce("sync", chosen)
+        return self._sync(version, shadow, chosen, derived or {})
+
+    def follow(self, version: int, *, shadow: bool = False) -> SyncReceipt:
+        """Take part in the other ranks' calls until they have synced, on a rank without shards.
+
+        Arguments, result and errors are those of `sync`.
+        """
+        while True:
+            call, names = self.agreement.agree("announce", lambda: ("", None))[0]
+            if call == "sync":
+                return self._sync(version, shadow, names, {})
+            self._holds()
+
+    def _announce(self, call: str, names: tuple[str, ...] | None = None) -> None:
+        if self._followed:
+            self.agreement.agree("announce", lambda: (call, names))
+
+    def _sync(
+        self,
+        version: int,
+        shadow: bool,
+        chosen: tuple[str, ...] | None,
+        derived: Mapping[str, LowRank],
+    ) -> SyncReceipt:
+        started, state = time.perf_counter(), _Round(version, derived)
         self._agree(state, "prepare", lambda: self._prepare(state, chosen))
         try:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
             offers = list(chain.from_iterable(offered))
             self._agree(state, "map", lambda: self._map(state, offers))
             results = self._agree(state, "write", lambda: self._write(state))
-            written = [digests for digests, _ in results]
+            written = [digests for digests, _, _ in results]
             receipts = [
                 self._receipt(offer, number, written, state.buffers)
                 for number, offer in enumerate(offers)
@@ -246,11 +282,12 @@ class WeightSync:
             digests=tuple(receipt.digest for receipt in receipts),
             nbytes=sum(self._part.nbytes),
             link_bytes=sum(self._part.link_bytes.values()),
+            node_bytes=sum(sent for _, sent, _ in results),
             seconds=time.perf_counter() - started,
             copy_seconds=state.copy_seconds,
             verify_seconds=max((update.seconds for update in updates), default=0.0),
             stages=state.stages,
-            merge_lost=_merge_lost([sums for _, sums in results]) if state.derived else None,
+            merge_lost=_merge_lost([sums for *_, sums in results]) if state.derived else None,
         )
 
     def close(self) -> None:
@@ -271,7 +308,8 @@ class WeightSync:
         wanted = names, frozenset(state.derived), places(sources)
         if wanted != self._made_for:
             self._made_for = None
-            if (now := device_of(sources)).type == "cuda" and now != self._device:
+            now = device_of(sources)
+            if now.type == "cuda" and now != self._device:
                 text = f"the parameters are on {now}, and were on {self._device} when the sync was"
                 raise ValueError(f"{text} connected; connect again (nothing was written)")
             self._part = self.plan if names is None else self.plan.only(names)
@@ -285,7 +323,7 @@ class WeightSync:
         check_sources(self._shards, sources)
         rank, self._relay = self.agreement.rank, None
         direct = (c for c in plan.copies(rank) if c.target not in self._routes.blocked[rank])
-        scratch = scratch_for(sources, derived)
+        scratch = scratch_for(sources, derived, self._device)
         remote = {target for number, target in plan.link_bytes if number == rank}
         self._writer = Writer(direct, sources, derived, scratch, remote)
         if self._routes.indirect:
@@ -323,8 +361,13 @@ class WeightSync:
                 lease = state.leases.enter_context(use)
                 state.pages[number] = lease.tensor((lease.nbytes,), torch.uint8)
 
-    def _write(self, state: _Round) -> tuple[dict[int, int], tuple[float, float]]:
-        """Write this rank's copies; return their digests by target, and the sums of `rounding`."""
+    def _write(self, state: _Round) -> tuple[dict[int, int], int, tuple[float, float]]:
+        """Write this rank's copies.
+
+        Returns:
+            Their digests by target, the bytes that went to other machines, and the sums of
+            `rounding`.
+        """
         with self._current(), state.leases:
             started = time.perf_counter()
             relayed = {} if self._relay is None else self._relay.run(state.pages, state.derived)
@@ -332,7 +375,8 @@ class WeightSync:
             written = {**self._writer.digests(), **relayed}
             state.copy_seconds = time.perf_counter() - started
             state.pages.clear()  # tensors over the pages must not outlive the leases
-            return written, rounding(state.derived, self._writer.sources, self._part)
+            sent = 0 if self._relay is None else self._relay.node_bytes
+            return written, sent, rounding(state.derived, self._writer.sources, self._part)
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which the shards' GPU is current, so that pages are mapped for it."""

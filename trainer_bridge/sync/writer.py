@@ -165,8 +165,12 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         products.fp32_precision = before
 
 
-def scratch_for(sources: Mapping[str, Tensor], derived: Iterable[str]) -> Tensor:
-    """Allocate fp32 scratch on the sources' device for rows of derived parameters.
+def scratch_for(
+    sources: Mapping[str, Tensor],
+    derived: Iterable[str],
+    device: torch.device | None = None,
+) -> Tensor:
+    """Allocate fp32 scratch on `device`, by default the sources', for rows of derived parameters.
 
     It has `SCRATCH_BYTES`, less if the shards are smaller, more if a single row needs more.
     """
@@ -174,7 +178,7 @@ def scratch_for(sources: Mapping[str, Tensor], derived: Iterable[str]) -> Tensor
     least = max((math.prod(base.shape[1:]) for base in bases), default=0)
     most = max((base.numel() for base in bases), default=0)
     size = max(least, min(most, SCRATCH_BYTES // 4))
-    return torch.empty(size, dtype=torch.float32, device=device_of(sources))
+    return torch.empty(size, dtype=torch.float32, device=device or device_of(sources))
 
 
 def _row_steps(base: Tensor, scratch: Tensor) -> Iterator[tuple[int, int]]:

@@ -37,7 +37,7 @@ def rollout_actors() -> list[int]:
     return [
         process.pid
         for process in raylet.children(recursive=True)
-        if (process.cmdline() or [""])[0].startswith("ray::RolloutActor")
+        if (process.cmdline() or [""])[0].startswith("ray::RolloutRankActor")
     ]
 
 
