@@ -18,7 +18,7 @@ from kvcache import layout
 from memsaver import MemorySaver, StateError
 from memsaver.ops.layout import round_up
 from rollout import EngineConfig, StreamingEngine
-from rollout.actor_base import RankAddress, open_store
+from rollout.actor_base import Ports, RankAddress, open_store
 from rollout.hosted import channel
 from rollout.model import (
     ModelConfig,
@@ -70,9 +70,9 @@ class EngineRank(UpdateSide):
     def __init__(self, settings: RankSettings, rank: int) -> None:
         self._settings, self._rank = settings, rank
 
-    def meet(self) -> tuple[str, int]:
+    def meet(self, ports: Ports | None = None) -> tuple[str, int]:
         """Open the group's store on rank 0; return the host and port where other ranks join."""
-        self._store = open_store(_HOST)
+        self._store = open_store(_HOST, ports)
         return _HOST, self._store.port
 
     def build(self, places: Sequence[RankAddress | None]) -> int:
