@@ -48,7 +48,9 @@ class Large:
 _32B_LORA = Large("qwen2.5-32b-8xh100", 2, (*LORA, "cluster.n_gpus_per_node=2"))
 _32B = Large("qwen2.5-32b-8xh100", 4, HALVED)
 _30B = Large("qwen3-30b-a3b-8xh100", 4, (*HALVED, "sampling.max_tokens=512"))
+APART = ("cluster.n_gpus_per_node=1", "cluster.rollout_gpus=1", "cluster.colocate=false")
 CASES = {
+    "7b-apart": Large("qwen2.5-7b-8xh100", 2, (*HALVED, *APART, "sampling.max_tokens=512")),
     "32b-lora": _32B_LORA,
     "32b-lora-one-stage": replace(_32B_LORA, how="benchmarks.one_stage"),
     "32b": _32B,
@@ -147,24 +149,19 @@ def peaks(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict[st
 
 
 def link() -> Figures:
-    """Measure the link: every GPU writes to all others in turn, all of them at the same time."""
-    count = torch.cuda.device_count()
-    if count < 2:
+    """Measure the link: one GPU writes to another."""
+    if torch.cuda.device_count() < 2:
         raise Skipped("it takes two GPUs")
-    nbytes = GIB
-    sources = [torch.ones(nbytes, dtype=torch.uint8, device=f"cuda:{n}") for n in range(count)]
-    targets = [torch.zeros_like(source) for source in sources]
+    source = torch.ones(GIB, dtype=torch.uint8, device="cuda:0")
+    target = torch.zeros_like(source, device="cuda:1")
 
-    def exchange() -> None:
-        for apart in range(1, count):
-            for n, source in enumerate(sources):
-                targets[(n + apart) % count].copy_(source, non_blocking=True)
-        for n in range(count):
-            torch.cuda.synchronize(n)
+    def write() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(0)
 
-    ms = median_ms(exchange)
-    assert all(bool(target.all()) for target in targets)
-    return [Figure(what="link", value=nbytes * (count - 1) / ms / 1e6, unit="GB/s a GPU")]
+    rate = GIB / median_ms(write) / 1e6
+    assert bool(target.all())
+    return [Figure(what="link", value=rate, unit="GB/s")]
 
 
 if __name__ == "__main__":

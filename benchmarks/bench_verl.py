@@ -1,10 +1,11 @@
-"""Weight syncs in verl's own GRPO: verl's sync against memsaver's, on one GPU.
+"""Weight syncs in verl's own GRPO on one GPU: verl's sync and memsaver's, into vLLM and our engine.
 
-Each side runs `verl.trainer.main_ppo` in a process of its own, with FSDP2, vLLM on memsaver's tags,
-a model with random weights and made-up problems, without network. Printed are the seconds of each
-sync and the rise of the GPU's used bytes during it. The first sync connects both sides. Needs verl
-0.9.1 with TransferQueue, and vllm 0.24 with what its server imports; no TRL after 0.27 may be
-installed, because verl's engine would fail to patch it.
+Each side runs `verl.trainer.main_ppo` in a process of its own, with FSDP2, a model with random
+weights and made-up problems, without network. vLLM is on memsaver's tags; "memsaver-engine" is the
+native engine instead. Printed are the seconds of each sync and the rise of the GPU's used bytes
+during it. The first sync connects both sides. Needs verl 0.9.1 with TransferQueue, and, except for
+the native engine, vllm 0.24 with what its server imports; no TRL after 0.27 may be installed,
+because verl's engine would fail to patch it.
 
     python -m benchmarks.bench_verl --steps 3 --out runs/verl
 """
@@ -29,7 +30,7 @@ from benchmarks import verl_side
 from benchmarks.common import GIB, fields_of, make_scale, parser, write_config
 
 ROOT = Path(__file__).parents[1]
-SIDES = {"verl": "vllm", "memsaver": "memsaver_vllm"}
+SIDES = {"verl": "vllm", "memsaver": "memsaver_vllm", "memsaver-engine": "memsaver"}
 PROMPTS, SAMPLES, TOKENS = 32, 4, 128
 END, CHAT = (
     "<|endoftext|>",
@@ -156,7 +157,7 @@ def run(side: str, args: argparse.Namespace) -> bool:
     rows.unlink(missing_ok=True)
     places = [plugins(args.out / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = {verl_side.FILE: str(rows), "PYTHONPATH": os.pathsep.join(places), **VARIABLES}
-    if side == "memsaver":
+    if side != "verl":
         variables["VERL_ENGINE_VENDOR"] = "memsaver"
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *keys(side, args)]
     command += [f"hydra.run.dir={args.out / 'hydra'}"]

@@ -28,6 +28,8 @@ PROMPT, ANSWER, SAMPLES = 24, 64, 8  # tokens and answers of a prompt
 class Clock:
     """A weight sync that is called in place of another, which it measures.
 
+    Each sync first wakes vLLM's weights, on which its memory is counted.
+
     Attributes:
         seconds: Seconds of each sync.
         beyond: Bytes of the device that each sync needed at its peak, beyond vLLM's weights.
@@ -38,8 +40,9 @@ class Clock:
         self.beyond: list[int] = []
         self._sync: Callable[[], None] = generation.sync_weights
         self._device = device
-        (model,) = generation.llm.collective_rpc(lambda worker: worker.get_model())
-        self._weights = sum(param.nbytes for param in model.parameters())
+        self._wake_up: Callable[..., None] = generation.llm.wake_up
+        generation.llm.wake_up = self._wake
+        self._awake = 0  # bytes in use once the weights are awake
 
     def __call__(self) -> None:
         on_gpu = self._device.type == "cuda"
@@ -47,13 +50,18 @@ class Clock:
             settle()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        before, started = self._used(), time.perf_counter()
+        started = time.perf_counter()
         self._sync()
         settle()
         self.seconds.append(time.perf_counter() - started)
         # torch's allocator kept what it reserved during the sync, but for what it gave back.
         gone = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() if on_gpu else 0
-        self.beyond.append(self._used() + gone - before - self._weights)
+        self.beyond.append(self._used() + gone - self._awake)
+
+    def _wake(self, tags: list[str] | None = None) -> None:
+        self._wake_up(tags)
+        if tags == ["weights"]:
+            self._awake = self._used()
 
     def _used(self) -> int:
         if self._device.type != "cuda":

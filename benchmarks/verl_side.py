@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-import memsaver.compat.verl_plugin  # noqa: F401  registers the rollout if the variables choose it
 from benchmarks.common import watched
+from memsaver.compat import verl_plugin  # noqa: F401  registers the rollouts if a variable says so
 
 FILE = "BENCH_VERL_FILE"
 CLASSES = {
     "vllm": ("verl.workers.rollout.vllm_rollout", "ServerAdapter"),
     "memsaver_vllm": ("trainer_bridge.verl.in_place_rollout", "InPlaceRollout"),
+    "memsaver": ("trainer_bridge.verl.engine_rollout", "EngineRollout"),
 }
 
 

@@ -6,8 +6,10 @@ from rollout.errors import WeightUpdateError
 from rollout.model.double_sparsity import heavy_channels
 from rollout.protocols import Progress, Rollout, UpdatableEngine
 from rollout.requests import Completion, SamplingParams
+from rollout.streaming import Arrival, StreamingEngine
 
 __all__ = [
+    "Arrival",
     "Completion",
     "DoubleSparsity",
     "Engine",
@@ -16,6 +18,7 @@ __all__ = [
     "Progress",
     "Rollout",
     "SamplingParams",
+    "StreamingEngine",
     "UpdatableEngine",
     "WeightUpdateError",
     "heavy_channels",

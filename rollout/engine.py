@@ -247,10 +247,7 @@ class Engine(EngineBase):
                         on_progress(done, len(samples), tokens)
                     deliver()
             except BaseException as error:
-                self._ranks.fail(error)
-                with contextlib.suppress(StateError):  # raised if the saver is closed
-                    self._notice_loss()
-                self.scheduler.abort(samples)
+                self._abandon(samples, error)
                 raise
         return [
             list(map(Sample.completion, request[: request[0].params.n])) for request in requests
@@ -259,6 +256,13 @@ class Engine(EngineBase):
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Queue a checked request; subclasses override this to do more with each request."""
         return self._intake.submit(prompt, params)
+
+    def _abandon(self, samples: Sequence[Sample], error: BaseException) -> None:
+        """End the samples of a call that failed."""
+        self._ranks.fail(error)
+        with contextlib.suppress(StateError):  # raised if the saver is closed
+            self._notice_loss()
+        self.scheduler.abort(samples)
 
     def _step(self) -> None:
         """Run one forward of the samples that the scheduler chooses, and sample their next tokens.

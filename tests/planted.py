@@ -335,6 +335,20 @@ BUGS = [
         'side.step = values["step"]',
     ),
     Bug(
+        "a request of verl whose caller left is generated to its end",
+        "trainer_bridge/verl/request_loop.py",
+        "trainer_bridge/test_request_loop.py",
+        "            self.cancel(key)\n",
+        "",
+    ),
+    Bug(
+        "an engine keeps requests whose step failed",
+        "rollout/streaming.py",
+        "rollout/test_streaming.py",
+        "                opened.clear()\n",
+        "",
+    ),
+    Bug(
         "an update that scores itself learns nothing, because its ratio is constant",
         "trainer_bridge/training/losses.py",
         "trainer_bridge/test_policy_loss.py",

@@ -23,6 +23,8 @@ ALONE = {
         "rollout/actor_base.py",
         "trainer_bridge/coordinator.py",
         "trainer_bridge/remote/",
+        "trainer_bridge/verl/engine_rollout.py",
+        "trainer_bridge/verl/engine_server.py",
         "trainer_bridge/verl/replica.py",
     ],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],

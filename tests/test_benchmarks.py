@@ -17,10 +17,19 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 import recipes
-from benchmarks import bench_losses, bench_sync, bench_trl_sync, bench_verl, common, gate
+from benchmarks import (
+    bench_losses,
+    bench_sync,
+    bench_trl_sync,
+    bench_verl,
+    common,
+    gate,
+    verl_side,
+)
 from recipes.errors import RecipeError
 from tests.helpers.rollout.package_names import Wheel
 from tests.helpers.trainer_bridge.trl_generation import WHEEL
+from trainer_bridge.verl import CLIENTS
 
 # The arguments of each script, and names in its saved results.
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
@@ -149,14 +158,22 @@ VERL = Wheel("verl")
 
 
 @pytest.mark.skipif(VERL.may_skip, reason="verl is not installed")
-def test_verl_has_every_key_that_its_benchmark_sets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("side", bench_verl.SIDES)
+def test_verl_has_every_key_that_its_benchmark_sets(side: str, tmp_path: Path) -> None:
     assert VERL.folder is not None
     path = VERL.folder / "trainer/config/_generated_ppo_trainer.yaml"
     known = OmegaConf.to_container(OmegaConf.load(path))
     args = argparse.Namespace(out=tmp_path, steps=3)
-    keys = [setting.partition("=")[0] for setting in bench_verl.keys("memsaver", args)]
+    keys = [setting.partition("=")[0] for setting in bench_verl.keys(side, args)]
     added = "+actor_rollout_ref.model.override_config.attn_implementation"
     assert [key for key in keys if not has_key(known, key)] == [added]
+
+
+def test_verl_benchmark_times_the_rollouts_that_the_plugin_registers() -> None:
+    wanted = {name: where.rpartition(".")[::2] for name, where in CLIENTS.items()}
+    wanted["vllm"] = ("verl.workers.rollout.vllm_rollout", "ServerAdapter")
+    assert wanted == verl_side.CLASSES and {*bench_verl.SIDES.values()} == {*wanted}
+    assert not any(name in vars(verl_side) for name in wanted)  # else `__getattr__` is not called
 
 
 def has_key(config: Any, key: str) -> bool:

@@ -185,8 +185,8 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
             for owner, nbytes in held.items():
                 side, _, place = owner.removesuffix(ROLLOUT_GPU).partition("[")
                 apart = owner.endswith(ROLLOUT_GPU) or (side == "rollout" and place not in trained)
-                largest = peaks.setdefault(stage + ROLLOUT_GPU if apart else stage, {})
                 if nbytes is not None:  # A CPU has no figure for the whole device.
+                    largest = peaks.setdefault(stage + ROLLOUT_GPU if apart else stage, {})
                     largest[side] = max(largest.get(side, 0), nbytes)
     return peaks
 

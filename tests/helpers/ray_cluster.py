@@ -33,7 +33,7 @@ SETTINGS = {  # read by the processes that ray.init starts
     "RAY_worker_niceness": "0",  # with Ray's 15, an actor takes minutes on a busy machine
 }
 # names of the processes of both sides
-SIDES = ("ray::Rollout", "ray::Trainer", "ray::Dying", "ray::Killing")
+SIDES = ("ray::Rollout", "ray::Trainer", "ray::Dying", "ray::Killing", "ray::Engine", "ray::Verl")
 
 
 class RayCluster:

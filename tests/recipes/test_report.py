@@ -15,7 +15,12 @@ from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
-from recipes.logs.report_page import key_figures, planned_and_measured, write_report
+from recipes.logs.report_page import (
+    key_figures,
+    measured_peaks,
+    planned_and_measured,
+    write_report,
+)
 from recipes.logs.run_folder import Run, RunFolder, Span, whole_rows
 from tests.helpers.recipes.run_folders import MIB, add_step, eval_row, make_run, train_row
 from tests.helpers.recipes.tiny_runs import PNG, Row
@@ -185,6 +190,7 @@ def test_plan_is_compared_with_largest_peak_of_every_stage() -> None:
         ("sync_weights", "98.0 MiB", "not measured", "–", ""),
         ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
     ]
+    assert measured_peaks(rows).keys() == {"update_actor", "sync_weights"}
     outside = {"assumed": 3 * 2**30, "measured": 2 * 2**30}
     compared = planned_and_measured(rows, {**plan, "outside": outside})
     last = ("outside of tags, at the start", "3.00 GiB", "2.00 GiB", "+50.0 %", "✓")

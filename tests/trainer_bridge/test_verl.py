@@ -135,7 +135,7 @@ def check_failures(pair: Pair) -> None:
     pair.server.call("wake_up", WEIGHTS)
     with pytest.raises(ValueError, match="version 0 is stale"):
         pair.sync(0)
-    assert_refuses(pair, r"vLLM serves .*\[\(None, .*not version 0")
+    assert_refuses(pair, r"the engine serves .*\[\(None, .*not version 0")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no luck"):
         patch.setattr("trainer_bridge.sync.weight_sync.Writer.start", fail)
         pair.sync(2)

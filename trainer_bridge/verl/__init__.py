@@ -1,8 +1,9 @@
-"""In-place weight sync for verl with colocated vLLM (`rollout.name=memsaver_vllm`).
+"""memsaver in verl: in-place weight sync with its vLLM, and the native engine as a rollout.
 
-verl imports the modules in its own processes: `ungathered_engine` and `in_place_rollout` in those
-of the trainer, `replica` in its driver and in the actor of vLLM's server, `worker_extension` in
-vLLM's workers.
+`rollout.name=memsaver_vllm` is verl's vLLM, `rollout.name=memsaver` the native engine. verl imports
+the modules in its own processes: `ungathered_engine`, `in_place_rollout` and `engine_rollout` in
+those of the trainer, `replica` and `engine_server` in its driver and in the servers' actors,
+`worker_extension` in vLLM's workers. `engine_rank` runs in the native engine's processes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from trainer_bridge.verl.names import ROLLOUT
+from trainer_bridge.verl.names import ENGINE_ROLLOUT, ROLLOUT
+
+# Classes of the rollouts in the trainer's processes.
+CLIENTS = {
+    ROLLOUT: "trainer_bridge.verl.in_place_rollout.InPlaceRollout",
+    ENGINE_ROLLOUT: "trainer_bridge.verl.engine_rollout.EngineRollout",
+}
 
 
 def register(vendor: str) -> None:
-    """Add the rollout to this process of verl, and its engine if the process has a trainer's rank.
+    """Add the rollouts to this process of verl, and its engine if the process has a trainer's rank.
 
     Other processes never build an engine, and importing verl's engines takes seconds.
 
@@ -23,8 +30,10 @@ def register(vendor: str) -> None:
     """
     from verl.workers.rollout import base, replica
 
-    base._ROLLOUT_REGISTRY[ROLLOUT, "async"] = "trainer_bridge.verl.in_place_rollout.InPlaceRollout"
+    for name, client in CLIENTS.items():
+        base._ROLLOUT_REGISTRY[name, "async"] = client
     replica.RolloutReplicaRegistry.register(ROLLOUT, load_replica)
+    replica.RolloutReplicaRegistry.register(ENGINE_ROLLOUT, load_engine_replica)
     if "RANK" in os.environ:
         from verl.workers.engine import EngineRegistry
 
@@ -34,7 +43,14 @@ def register(vendor: str) -> None:
 
 
 def load_replica() -> Any:
-    """Return the class of the rollout's servers."""
+    """Return the class of vLLM's servers."""
     from trainer_bridge.verl.replica import InPlaceReplica
 
     return InPlaceReplica
+
+
+def load_engine_replica() -> Any:
+    """Return the class of the native engine's servers."""
+    from trainer_bridge.verl.engine_server import EngineReplica
+
+    return EngineReplica

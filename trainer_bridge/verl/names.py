@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-ROLLOUT = "memsaver_vllm"
+ROLLOUT = "memsaver_vllm"  # verl's vLLM
+ENGINE_ROLLOUT = "memsaver"  # the native engine
 UPDATE = "memsaver_update"  # method of vLLM's workers
 
 
-def socket_name(zmq_handle: str) -> str:
-    """Return the name of the socket of a trainer rank and the worker on its GPU.
+def socket_name(pair: str) -> str:
+    """Return the name of the socket of a trainer rank and the engine's process on its GPU.
 
-    `zmq_handle` is verl's name of this pair, unique among jobs, replicas and ranks of a machine.
+    `pair` is unique among jobs, replicas and ranks of a machine.
     """
-    return f"verl-{zmq_handle}"
+    return f"verl-{pair}"
+
+
+def engine_pair(job: str, replica: int, rank: int) -> str:
+    """Return the name of the pair of a trainer rank and a rank of the native engine."""
+    return f"{ENGINE_ROLLOUT}-{job}-{replica}-{rank}"

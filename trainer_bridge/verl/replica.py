@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from memsaver import StateError
 from trainer_bridge.verl.names import ROLLOUT, UPDATE
+from trainer_bridge.verl.updated_server import Outcome, UpdatedServer
 
 
-class InPlaceServer(vLLMHttpServer):
+class InPlaceServer(vLLMHttpServer, UpdatedServer):
     """verl's vLLM server, which refuses requests after a failed weight update."""
-
-    _undefined: str | None = None
 
     def _get_worker_extension_cls(self) -> str:
         return "trainer_bridge.verl.worker_extension.InPlaceWorkerExtension"
 
-    async def update_in_place(self, version: int) -> None:
-        """Let the workers serve one update, then forget keys and values of the old weights.
-
-        A StateError says that a worker does not serve `version` afterwards. From any error on,
-        `generate` refuses requests until an update succeeds.
-        """
-        try:
-            outcomes = await self.engine.collective_rpc(UPDATE)
-            if wrong := [outcome for outcome in outcomes if outcome[0] != version]:
-                raise StateError(f"vLLM serves (version, reason) {wrong}, not version {version}")
-            await self.clear_kv_cache()
-        except BaseException as error:
-            self._undefined = f"the last weight update failed: {type(error).__name__}: {error}"
-            raise
-        self._undefined = None
-        await self.set_global_steps(version)
+    async def serve_update(self) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = await self.engine.collective_rpc(UPDATE)
+        return outcomes
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a request as verl's server does; a StateError says why it cannot."""
-        if self._undefined is not None:
-            raise StateError(f"cannot generate: {self._undefined}")
+        self.require_defined()
         return await super().generate(*args, **kwargs)
 
 

@@ -5,18 +5,17 @@ A trainer rank calls its methods over a socket, because verl's `collective_rpc` 
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from rollout.actor_base import ActorBase
-from rollout.hosted import HostedRollout, VllmWorker, channel
+from rollout.hosted import HostedRollout, VllmWorker
 from rollout.weights import WeightLayout
 from trainer_bridge.verl.names import socket_name
+from trainer_bridge.verl.update_side import UpdateSide
 
 
-class WorkerSide(ActorBase):
+class WorkerSide(UpdateSide):
     """The worker's end of the channel; `held` is a rollout over its model, built on first use."""
 
     held: HostedRollout
@@ -30,22 +29,6 @@ class WorkerSide(ActorBase):
             path = self._worker.model_runner.vllm_config.model_config.model
             self.held = HostedRollout(VllmWorker(self._worker), path)
         return self.held.weight_layout()
-
-    def serve(self, calls: Connection) -> None:
-        """Answer calls until the trainer closes the connection."""
-        with calls:
-            while True:
-                try:
-                    channel.answer_call(calls, self)
-                except (EOFError, ConnectionError):
-                    return
-
-    def outcome(self) -> tuple[int | None, str | None]:
-        """Return the version of the weights; None and the reason while they are undefined."""
-        if not hasattr(self, "held"):
-            return None, "the trainer did not begin a weight update"
-        version = self.held.served_version()
-        return version, None if version is not None else self.held.unavailable_reason()
 
 
 class InPlaceWorkerExtension(vLLMColocateWorkerExtension):
@@ -65,5 +48,5 @@ class InPlaceWorkerExtension(vLLMColocateWorkerExtension):
             )
         if self._memsaver_side is None:
             self._memsaver_side = WorkerSide(self)
-        self._memsaver_side.serve(channel.connect(socket_name(self._get_zmq_handle())))
+        self._memsaver_side.serve(socket_name(self._get_zmq_handle()))
         return self._memsaver_side.outcome()

@@ -13,6 +13,12 @@ from typing import Any
 
 from tests.helpers.docs.pages import ROOT
 
+# As in an environment where memsaver is installed; the one of the tests may be older.
+VERL_VARIABLES = {
+    "VERL_ENGINE_VENDOR": "memsaver",
+    "VERL_USE_EXTERNAL_PLUGINS": "none",
+    "VERL_USE_EXTERNAL_MODULES": "memsaver.compat.verl_plugin",
+}
 STAND_IN = str(ROOT / "tests/helpers/rollout/stand_in_vllm")
 
 
@@ -60,6 +66,12 @@ class EmptyPackages(MetaPathFinder, Loader):
         return
 
 
+def add_missing_for_verl(*names: str) -> None:
+    """Let verl import packages of which nothing is used: those named, and absent ones."""
+    others = ["tensordict", "codetiming", "orjson", "msgspec", "hydra"]
+    sys.meta_path.append(EmptyPackages(*names, *(name for name in others if not find_spec(name))))
+
+
 def use_verl(wheels: Path, folder: Path) -> None:
     """Make verl importable in this process, with the plugin and with a stand-in for vLLM 0.24.
 
@@ -69,11 +81,8 @@ def use_verl(wheels: Path, folder: Path) -> None:
     metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.24.0\n"
     (folder / "vllm-0.24.0.dist-info/METADATA").write_text(metadata)
     sys.path[:] = [STAND_IN, *sys.path, str(wheels), str(folder)]
-    absent = ["tensordict", "codetiming", "orjson", "msgspec", "hydra"]
-    sys.meta_path.append(EmptyPackages("vllm", *(name for name in absent if not find_spec(name))))
-    # As in an environment where memsaver is installed; the one of the tests may be older.
-    os.environ.update(VERL_ENGINE_VENDOR="memsaver", VERL_USE_EXTERNAL_PLUGINS="none")
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "memsaver.compat.verl_plugin"
+    add_missing_for_verl("vllm")
+    os.environ.update(VERL_VARIABLES)
     import ray
     import vllm
 

@@ -1,0 +1,95 @@
+"""Concurrent requests to one engine, whose steps are run while there are any."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from rollout import Arrival, Completion, SamplingParams
+
+STEPS = 4  # of the engine between two looks at new requests
+
+
+class RequestLoop:
+    """Answers requests of an event loop; a thread calls the engine.
+
+    All methods are called in the event loop. Calls of the engine run one after the other, in their
+    order, between two runs of steps.
+
+    Args:
+        call: Call of the engine's ranks: method and arguments to the results by rank.
+    """
+
+    def __init__(self, call: Callable[..., list[Any]]) -> None:
+        self._call = call
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._arrivals: list[Arrival] = []
+        self._cancelled: list[str] = []
+        self._open: dict[str, asyncio.Future[Completion]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of the engine between two of its steps; return the results by rank."""
+        running = asyncio.get_running_loop()
+        return await running.run_in_executor(
+            self._thread, partial(self._call, method, *args, **kwargs)
+        )
+
+    async def answer(self, key: str, prompt: list[int], params: SamplingParams) -> Completion:
+        """Return the first sample of a request, once it has ended.
+
+        Args:
+            key: Name of the request, unique among the unfinished ones.
+            prompt: Token ids.
+            params: Sampling parameters.
+
+        Raises:
+            ValueError: The key is taken, or the request can never be answered.
+            StateError: Names why the engine is unavailable.
+        """
+        if key in self._open:
+            raise ValueError(f"request {key} is unfinished; give each request a name of its own")
+        future = self._open[key] = asyncio.get_running_loop().create_future()
+        self._arrivals.append(Arrival(key=key, prompt=prompt, params=params))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancel(key)
+            raise
+
+    def cancel(self, *keys: str) -> list[str]:
+        """End unfinished requests (none given: all) with their present answers; return the keys."""
+        chosen = [key for key in keys or self._open if key in self._open]
+        self._cancelled += chosen
+        return chosen
+
+    async def drained(self) -> None:
+        """Wait until no request is unfinished."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while self._open:
+            arrivals, self._arrivals = self._arrivals, []
+            cancelled, self._cancelled = self._cancelled, []
+            try:
+                ended = (await self.call("advance", arrivals, cancelled=cancelled, steps=STEPS))[0]
+            except Exception as error:
+                self._arrivals.clear()
+                ended = dict.fromkeys(self._open, error)
+            for key, result in ended.items():
+                self._settle(key, result)
+
+    def _settle(self, key: str, result: list[Completion] | Exception) -> None:
+        future = self._open.pop(key)
+        if future.done():  # its caller was cancelled
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result[0])
