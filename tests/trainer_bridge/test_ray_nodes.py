@@ -187,7 +187,9 @@ def test_lost_node_ends_the_run_and_leaves_nothing_behind(
     how: str, where: dict[str, Any], driver: Driver, model_path: str
 ) -> None:
     text, seconds, left = driver.run(lose, model_path, how, where)
-    assert "actor died with its node 10.77.0." in text
+    # Ray may report the death of a killed actor before that of its node.
+    early = how == "kill_far" and "actor died in" in text
+    assert early or "actor died with its node 10.77.0." in text
     assert seconds < 60.0 and not left
 
 
