@@ -7,8 +7,9 @@ For few rows, cuBLAS splits the inner dimension of a product over several progra
 the order of rounding. cuBLASLt without this split computes a row of a half-precision product with
 the same bits for any number of rows, with two exceptions at few rows: for some shapes it only has a
 kernel that is up to eleven times slower, and the bits of a single row may differ. In these cases
-rows are padded; as the bits are the same, a measurement chooses the number of rows. Products of
-fp32 tensors keep the library's choice.
+rows are padded; as the bits are the same, a measurement chooses the number of rows. On a GPU,
+products of fp32 tensors keep the library's choice. On the CPU, rows are padded to a multiple of
+`CPU_ROWS`.
 
 Norm and activation have a torch reference and a Triton kernel. As in transformers, the norm is fp32
 up to the weight and the model dtype from there on. The kernel rounds at the same points; only the
@@ -28,8 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memsaver.ops.layout import round_up
 from memsaver.system.devices import Impl, use_triton
 
+CPU_ROWS = 16  # fewer rows of fp32 may take another path through the library, and other bits
 _TILE = 1024  # elements of a norm's program, unless one row is longer
 _BLOCK = 1024
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -61,12 +64,15 @@ def linear(
     result is the fp32 sums of the exact products, not rounded to x's dtype. `out`, if given,
     receives the result. `bias` must be None with `wide` or `out`, which ignore it.
     """
-    rows, count = _padded.get(_key(weight, bias, wide), ()), len(x)
-    if count >= len(rows) or rows[count] == count:
+    count = len(x)
+    if x.is_cuda:
+        chosen = _padded.get(_key(weight, bias, wide), ())
+        rows = chosen[count] if count < len(chosen) else count
+    else:
+        rows = round_up(count, CPU_ROWS)
+    if rows == count:
         return _product(x, weight, bias, wide, out)
-    padded = x.new_empty((rows[count], x.shape[1]))
-    padded[:count] = x
-    result = _product(padded, weight, bias, wide)[:count]
+    result = _product(F.pad(x, (0, 0, 0, rows - count)), weight, bias, wide)[:count]
     return result if out is None else out.copy_(result)
 
 

