@@ -39,6 +39,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from rollout.ops import experts, row_wise as fused, sampling
 from rollout.ops import attention_kernels as kernels
+from trainer_bridge.ops import token_scores
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
@@ -85,8 +86,8 @@ for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
         attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut, windowed=True))
         attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut, windowed=True))
 
-FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs", "host_logprobs"]
-INT64 = ["positions", "slots", "counters", "tokens", "host_tokens"]
+FP32 = "cos sin temperature falls chosen peaks masses logprobs host_logprobs".split()
+INT64 = ["target", "positions", "slots", "counters", "tokens", "host_tokens"]
 ELEMENTS = "x residual weight out total gate_up q k v k_cache v_cache logits".split()
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
 KEYS = HEADS | dict(VALUE_DIM=0, BLOCK_V=0)
@@ -101,12 +102,16 @@ FUSED = [
     (sampling._reduce_blocks, dict(BLOCK=2048)),
     (sampling._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
     (sampling._deliver, dict(BLOCK=1024)),
+    (token_scores._reduce, dict(BLOCK=2048)),
+    (token_scores._combine, dict(BLOCKS=128)),
 ]
 for kernel, constants in FUSED:
     for element in DTYPES:
         types = {"eps": "fp32", "greedy": "*i1", **dict.fromkeys(FP32, "*fp32"),
                  **dict.fromkeys(INT64, "*i64"), **dict.fromkeys(ELEMENTS, element)}
-        sampler = kernel.__module__ == "rollout.ops.sampling"
+        scores = kernel.__module__ == "trainer_bridge.ops.token_scores"
+        types |= dict(temperature="fp32", out="*fp32") if scores else {}
+        sampler = scores or kernel.__module__ == "rollout.ops.sampling"
         options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
 
@@ -152,7 +157,7 @@ def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -
 
 def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
     shared = [int(line[2]) for line in printed if line[0] == "fused"]
-    assert len(shared) == 10 * len(DTYPES) and max(shared) < 48 * 1024
+    assert len(shared) == 12 * len(DTYPES) and max(shared) < 48 * 1024
 
 
 def test_sorting_and_sum_kernels_compile(printed: list[list[str]]) -> None:
