@@ -306,11 +306,35 @@ def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[
     tl.store(out + token * size + column, gated(gate, up, out.dtype.element_ty), mask=inside)
 
 
+def silu(x: Tensor, impl: Impl = "auto") -> Tensor:
+    """Compute silu of a contiguous tensor, with the bits that `silu_mul` multiplies."""
+    if not use_triton(impl, x.device):
+        return F.silu(x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    with torch.cuda.device_of(out):
+        _silu[(triton.cdiv(x.numel(), _BLOCK),)](
+            x, out, x.numel(), BLOCK=_BLOCK, enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _silu(x, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, _rounded_silu(value, out.dtype.element_ty), mask=at < size)
+
+
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return silu(gate) * up of fp32 values; silu and the product are rounded to `dtype`."""
-    silu = tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype).to(tl.float32)
-    return (silu * up).to(dtype)
+    return (_rounded_silu(gate, dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
+def _rounded_silu(gate, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype)
 
 
 @triton.jit

@@ -32,11 +32,10 @@ from rollout.ops.log_softmax import (
     row_sum,
     row_sums,
 )
-from rollout.ops.row_wise import linear
+from trainer_bridge.ops.exact import linear
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
 _GRADIENTS = 4096  # words of a program that computes gradients
-_MIN_ROWS = 64  # of a product on a GPU; fewer rows may have other bits
 
 
 def token_scores(
@@ -127,8 +126,7 @@ def _scores(
 
 
 def _logits(hidden: Tensor, words: Tensor) -> Tensor:
-    spare = max(0, _MIN_ROWS - len(hidden)) if hidden.is_cuda else 0
-    return linear(F.pad(hidden, (0, 0, 0, spare)), words)[: len(hidden)]
+    return linear(hidden, words, None)
 
 
 def _inputs(
@@ -312,7 +310,7 @@ def _combine(  # type: ignore[no-untyped-def]
     at, inside = row * blocks + block, block < blocks
     z = tl.max(tl.load(chosen + at, mask=inside, other=float("-inf")), 0)
     fall = tl.load(falls + at, mask=inside, other=0.0) * exp_under(block_peak, peak)
-    fall += tl.where(mass > 0, (peak - block_peak) * mass.to(tl.float32), 0.0)
+    fall += (peak - tl.where(mass > 0, block_peak, peak)) * mass.to(tl.float32)
     mean_fall = tl.sum(fall.to(tl.float64), 0) / total
     log_mass = tl.log(total)
     tl.store(out + row, log_prob_of(z, peak, total).to(tl.float32))
