@@ -144,7 +144,7 @@ def _own() -> Iterator[None]:
         _probing.pop()
 
 
-class _Recorder(TorchDispatchMode):
+class _OperationProbe(TorchDispatchMode):
     """Record the names of operations that are neither the engine's nor sure to have its bits."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def foreign_operations(model: Any) -> set[str]:
     forward: Callable[..., Any] = model.get_decoder()
     _probing.append(False)
     try:
-        with torch.no_grad(), _Recorder() as recorder:
+        with torch.no_grad(), _OperationProbe() as recorder:
             forward(input_ids=ids, packing=packing, position_ids=positions, use_cache=False)
     finally:
         _probing.pop()
