@@ -47,7 +47,7 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, exact_attention)
     model.set_attn_implementation(ATTENTION)
-    model.packs = True
+    model.packs = model.exact = True
     mixer: Any = load_model_config(config.model_dir).mixers[0]
     width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
@@ -80,7 +80,7 @@ def exact_passes(model: Any, device: torch.device) -> Iterator[None]:
 
 def is_exact(model: Any) -> bool:
     """Return whether `make_exact` has exchanged the model's operations."""
-    return model.config._attn_implementation == ATTENTION
+    return getattr(model, "exact", False)
 
 
 def exact_attention(
