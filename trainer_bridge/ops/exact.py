@@ -143,7 +143,7 @@ class _Attention(torch.autograd.Function):
         sequences, scale, window = ctx.packed
         bounds, longest = sequences.bounds, max(sequences.lengths)
         sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of a dropout
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of a dropout
         with _deterministic():
             grads = torch.ops.aten._flash_attention_backward(
                 grad, q, k, v, out, lse, bounds, bounds, longest, longest, 0.0, True,
