@@ -25,7 +25,7 @@ ATTENTION = "exact"
 """Name under which `make_exact` registers `exact_attention` with transformers."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SAME_BITS = {
-    "add", "mul", "neg", "embedding",
+    "add", "mul", "neg", "embedding", "empty",
     "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
     "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "_unsafe_view", "view",
 }  # fmt: skip
