@@ -33,15 +33,15 @@ HEAD = f"{ADDRESSES[0]}:6379"
 STORE_BYTES = 128 << 20
 HEALTH = {
     "RAY_AUTH_MODE": "disabled",
-    # A node that is cut off is lost after about five seconds.
+    # A node that is cut off is lost after about twelve seconds.
     "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
-    # It ends its own processes after about ten seconds.
-    "RAY_grpc_client_keepalive_time_ms": "1000",
-    "RAY_grpc_client_keepalive_timeout_ms": "1000",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    # It ends its own processes after about twenty seconds.
+    "RAY_grpc_client_keepalive_time_ms": "3000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
 }
 REMEDY = (
     "network namespaces are refused; allow them for users (sysctl user.max_user_namespaces, "

@@ -170,7 +170,7 @@ def lose(nodes: Nodes, path: str, how: str, where: dict[str, Any]) -> Any:
                 cycle.to_rollout(1)
     except Exception as error:
         seconds, text = time.monotonic() - started, f"{type(error).__name__}: {error}"
-    until(lambda: not nodes.sides(), lambda: f"left behind: {nodes.sides()}", 30.0)
+    until(lambda: not nodes.sides(), lambda: f"left behind: {nodes.sides()}", 60.0)
     left = shared_memory() - before
     nodes.restart_far()
     return text, seconds, left

@@ -75,8 +75,8 @@ def test_replicas_of_another_machine_get_all_bytes_once(tmp_path: Path) -> None:
     for rank, (whole_sync, part, messages) in enumerate(outcomes):
         digests, digest, right, sent = whole_sync
         assert right and digests == (digest,) * WORLD, rank
-        # a and b exchange their halves, and c gets everything once; gaps align boxes in messages
-        assert 2 * nbytes <= sent < 2 * nbytes + 16 * 12
+        # a and b exchange their halves, and c gets everything once, with gaps between boxes
+        assert 2 * nbytes <= sent < 3 * nbytes
         assert part == (2, True), rank
         assert messages == [], "a receiving rank maps the pages of its own engine"
 
