@@ -123,8 +123,11 @@ class Nodes:
         return (self._folder / f"node{number}.log").read_text()[-2000:]
 
     def kill_far(self) -> None:
-        """Kill all processes of the second node, as a machine that loses its power."""
-        for process in self.processes():
+        """Kill all processes of the second node, as a machine that loses its power.
+
+        Its raylet goes first, so that it cannot report the deaths of the others.
+        """
+        for process in sorted(self.processes(), key=lambda process: process.name() != "raylet"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         self._nodes[1].wait()

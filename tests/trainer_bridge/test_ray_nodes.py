@@ -27,7 +27,7 @@ from trainer_bridge import Cycle, open_inprocess, open_ray
 from trainer_bridge.remote.receiver import RolloutRankActor
 from trainer_bridge.tags import TRAINER_TAGS
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 BOTH = {"nodes": 2}  # trainer and engine on each node
 FAR = {"colocate": False, "rollout_nodes": 1}  # the trainer on one node, the engine on the other
 

@@ -124,6 +124,36 @@ def test_silent_actor_is_named(group: RemoteGroup, tmp_path: Path) -> None:
     (tmp_path / "release").touch()
 
 
+def test_loss_of_a_node_is_the_cause_of_an_earlier_error_of_communication(
+    ranks: list[RemoteActor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a rank fail before the cluster reports the death of a rank on another node."""
+
+    class Dying:  # without an import of torch
+        def call(self, *args: object) -> None:
+            time.sleep(2)
+            os._exit(1)
+
+    monkeypatch.setattr("trainer_bridge.remote.group.GRACE_SECONDS", 0.1)
+    actor: Any = ray.remote(num_cpus=0)(Dying)
+    near = RemoteActor(ranks[0].handle, "trainer[0]", "10.0.0.1")
+    group = RemoteGroup([near, RemoteActor(actor.remote(), "trainer[1]", "10.0.0.2")], SECONDS)
+    with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died with its node 10\.0\.0\.2"):
+        group.call("fail", RuntimeError("connection reset"))
+
+
+def test_actor_that_waits_for_a_lost_node_ends_the_call(
+    ranks: list[RemoteActor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_bridge.remote.group.LOOK_SECONDS", 0.1)
+    waiting = RemoteActor(ranks[0].handle, "rollout[1]", "10.0.0.2")
+    with pytest.raises(
+        ActorDied, match=r"rollout\[1\] actor died with its node 10\.0\.0\.2 in wait"
+    ):
+        RemoteGroup([waiting], SECONDS).call("wait", str(tmp_path / "release"))
+    (tmp_path / "release").touch()
+
+
 def test_dead_actor_ends_the_call_of_its_group(ranks: list[RemoteActor], tmp_path: Path) -> None:
     class Dying:  # without an import of torch
         def call(self, *args: object) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +22,10 @@ from trainer_bridge.errors import ActorDied, ActorTimeout, OtherRankFailed, Rank
 from trainer_bridge.remote.placement import Placement
 
 # After a failure, how long to wait for other ranks: one of them may have caused it.
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
+# The same after an error of communication between nodes: time for Ray to notice a lost node.
+LOST_NODE_SECONDS = 90.0
+LOOK_SECONDS = 5.0  # between two looks at the nodes of ranks that have not answered
 _ECHOES = (SyncError, RankError, OtherRankFailed)  # errors that another rank has caused
 
 
@@ -140,7 +143,11 @@ class RemoteGroup:
         failed: list[tuple[int, Exception]] = []
         end = time.monotonic() + self.timeout
         while waiting:
-            done, _ = ray.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            seconds = max(0.0, end - time.monotonic())
+            done, _ = ray.wait(list(waiting), timeout=min(seconds, LOOK_SECONDS))
+            if not done and seconds > LOOK_SECONDS:
+                self._require_nodes(waiting.values(), method)
+                continue
             if not done:
                 break
             rank = waiting.pop(done[0])
@@ -156,13 +163,25 @@ class RemoteGroup:
                 end = time.monotonic() + self.timeout
             except Exception as error:  # may be caused by another rank, which reports it next
                 failed.append((rank, error))
-                end = min(end, time.monotonic() + _GRACE_SECONDS)
+                end = min(end, time.monotonic() + self._grace(error))
         if failed:
             raise self._cause(method, failed, called)
         if waiting:
             silent = ", ".join(self.ranks[rank].name for rank in waiting.values())
             raise ActorTimeout(silent, method, f"gave no answer for {self.timeout:g} s")
         return answers
+
+    def _require_nodes(self, waiting: Iterable[int], method: str) -> None:
+        """Raise ActorDied if the node of a rank is lost; a new actor would wait there forever."""
+        for rank in (self.ranks[number] for number in waiting):
+            if rank.lost():
+                raise ActorDied(rank.name, method, f"died with its node {rank.node}")
+
+    def _grace(self, error: Exception) -> float:
+        """Return the seconds to wait for other ranks after the error of one."""
+        several = len({rank.node for rank in self.ranks}) > 1
+        between = isinstance(error, (*_ECHOES, RuntimeError))  # torch raises the latter
+        return LOST_NODE_SECONDS if several and between else GRACE_SECONDS
 
     def _cause(
         self, method: str, failed: Sequence[tuple[int, Exception]], called: int
