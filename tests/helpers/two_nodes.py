@@ -130,7 +130,8 @@ class Nodes:
         for process in sorted(self.processes(), key=lambda process: process.name() != "raylet"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
-        self._nodes[1].wait()
+        if 1 in self._nodes:  # not if the first node did not start
+            self._nodes[1].wait()
 
     def cut(self) -> None:
         """Take the second node's network away."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -133,6 +134,7 @@ def test_trainer_and_engines_on_both_nodes_serve_the_same_weights(
 
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
+@pytest.mark.skipif(shutil.which("ip") is None, reason="iproute2 is not installed")
 @pytest.mark.parametrize("where", [BOTH, FAR], ids=["both", "far"])
 def test_nodes_with_a_gpu_each_sync_over_sockets(where: dict[str, Any], model_path: str) -> None:
     with two_nodes.opened(gpus=1) as driver:

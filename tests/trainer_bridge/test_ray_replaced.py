@@ -89,6 +89,7 @@ def two_rounds(
     return held
 
 
+@pytest.mark.extended  # test_ray_runs loses an engine of a whole run
 def test_engine_apart_is_replaced_while_the_other_one_keeps_its_answers(
     expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
 ) -> None:
