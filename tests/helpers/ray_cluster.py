@@ -115,6 +115,12 @@ class RayCluster:
         until(lambda: ray.available_resources().get("CPU") == CPUS and not self.actors(), left)
 
 
+def tokens(rollout: Any) -> list[Any]:
+    """Return the tokens of each answer to PROMPTS."""
+    answers = rollout.generate(PROMPTS, SAMPLED)
+    return [[sample.token_ids for sample in group] for group in answers]
+
+
 def until(
     ready: Callable[[], bool], what: Callable[[], str] = lambda: "", seconds: float = 120.0
 ) -> None:

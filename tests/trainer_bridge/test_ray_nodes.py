@@ -21,7 +21,7 @@ import torch
 
 from rollout.tag_names import TAGS
 from tests.helpers import two_nodes
-from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, until
+from tests.helpers.ray_cluster import ENGINE, tokens, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from tests.helpers.two_nodes import ADDRESSES, Driver, Nodes
 from trainer_bridge import Cycle, open_inprocess, open_ray
@@ -37,11 +37,6 @@ FAR = {"colocate": False, "rollout_nodes": 1}  # the trainer on one node, the en
 def driver() -> Iterator[Driver]:
     with two_nodes.opened() as driver:
         yield driver
-
-
-def tokens(rollout: Any) -> list[Any]:
-    answers = rollout.generate(PROMPTS, SAMPLED)
-    return [[sample.token_ids for sample in group] for group in answers]
 
 
 def sha(engine: Any) -> str:
@@ -110,8 +105,8 @@ def test_engine_on_a_node_without_a_trainer_serves_the_same_weights(
     places, seen = driver.run(rounds, model_path, FAR)
     assert list(places) == ["trainer[0]", "rollout[1]"]
     assert sorted(places.values()) == [*ADDRESSES]
-    for (receipt, hashes, answers), (digest, same, tokens) in zip(seen, expected, strict=True):
-        assert (receipt.digests, hashes, answers) == ((digest,), [same], tokens)
+    for (receipt, hashes, answers), (digest, same, answered) in zip(seen, expected, strict=True):
+        assert (receipt.digests, hashes, answers) == ((digest,), [same], answered)
         assert 0 < receipt.nbytes <= receipt.node_bytes < 1.01 * receipt.nbytes + 4096
 
 

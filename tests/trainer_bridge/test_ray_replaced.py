@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.dying_actors import dying_engine, killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes
-from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, RayCluster, until
+from tests.helpers.ray_cluster import ENGINE, RayCluster, tokens, until
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import Cycle, CycleError, open_inprocess, open_ray
 
@@ -40,11 +40,6 @@ class Replaced:
 @pytest.fixture
 def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Replaced:
     return Replaced(tmp_path / "flag", monkeypatch)
-
-
-def tokens(rollout: Any) -> list[Any]:
-    answers = rollout.generate(PROMPTS, SAMPLED)
-    return [[sample.token_ids for sample in group] for group in answers]
 
 
 @pytest.fixture(scope="module")

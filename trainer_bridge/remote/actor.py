@@ -60,7 +60,7 @@ class TrainerActor(ActorBase):
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
     def connect(self, targets: Sequence[Any], address: RankAddress | None = None) -> None:
-        """Connect to engines; with an address, in a group with receiving ranks (`Receiver`)."""
+        """Connect to engines; with an address, in a group with receiving `RolloutRankActor`s."""
         if self._receiving is not None:
             leave(self._receiving)
             self._receiving = None
