@@ -78,6 +78,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         random_init=recipe.model.random_init,
         param_dtype=recipe.model.dtype,
         fp32_router=recipe.model.fp32_router,
+        exact=recipe.exact,
         seed=recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
         leaving=leaving_tags(recipe),
@@ -119,6 +120,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return options | {
         "return_routed_experts": recipe.loop.router_replay,
         "fp32_router": recipe.model.fp32_router,
+        "exact": bool(recipe.exact),
         "elastic": recipe.cycle.overlap != [],
         "tiers": tiers,
     }

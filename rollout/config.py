@@ -188,6 +188,10 @@ class EngineConfig:
             mixtures of experts.
         fp32_router: Compute the routers' logits, and the weights of experts' outputs, in fp32 for
             any dtype of the model.
+        exact: Refuse whatever would give log-probabilities other bits than a trainer with
+            `TrainerConfig.exact`: a quantized cache, double sparsity, several ranks, other than
+            dense models with plain attention, fp32 on a GPU, or a GPU library whose products depend
+            on the number of rows.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
         seed: Seed from which requests without a seed receive theirs, in the order of requests.
         tensor_parallel_size: Number of ranks that share the model. Each has an engine with this
@@ -213,6 +217,7 @@ class EngineConfig:
     elastic: bool = False
     return_routed_experts: bool = False
     fp32_router: bool = False
+    exact: bool = False
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -245,6 +250,11 @@ class EngineConfig:
 
     def _check_together(self) -> None:
         """Raise a ValueError for options that exclude each other."""
+        if self.exact:
+            rule = "has other bits than an exact trainer; use exact=False"
+            check_option(self, "kv_cache_dtype", self.kv_cache_dtype == "auto", rule)
+            check_option(self, "double_sparsity", self.double_sparsity is None, rule)
+            check_option(self, "tensor_parallel_size", self.tensor_parallel_size == 1, rule)
         sparse, fp4 = self.double_sparsity is not None, self.kv_cache_dtype == "fp4_e2m1"
         if sparse:
             rule = "has no double sparsity; use attention='torch' or 'auto'"

@@ -96,6 +96,8 @@ class Engine(EngineBase):
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
+        if config.exact:
+            _check_exact(model, dtype, saver.device)
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
@@ -174,6 +176,9 @@ class Engine(EngineBase):
         The measurement overwrites the weights, which are still undefined.
         """
         if shapes := probe_products(self.store.products(groups)):
+            if self.config.exact:
+                rule = f"exact=True: products of {shapes} depend on the number of rows on this GPU"
+                raise ValueError(f"{rule} (torch {torch.__version__}); use exact=False")
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
             text = (
                 "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
@@ -658,3 +663,11 @@ def _context_len(model: ModelConfig, config: EngineConfig) -> int:
             f"{model.max_position_embeddings}; lower it"
         )
     return config.max_context_len
+
+
+def _check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise a ValueError if a trainer cannot compute the bits of this model."""
+    if not model.is_plain:
+        raise ValueError("exact=True is for dense models with plain attention; use exact=False")
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")

@@ -181,6 +181,27 @@ BUGS = [
         "ordered.masked_fill(rank > limit, 0.0)",
     ),
     Bug(
+        "decode begins splits at other positions than prefill",
+        "rollout/ops/attention_kernels.py",
+        "rollout/test_attention.py",
+        "octave = tl.maximum(split // 8, 1) - 1",
+        "octave = tl.maximum(split // 8, 2) - 2",
+    ),
+    Bug(
+        "an exact trainer leaves the norms to transformers",
+        "trainer_bridge/training/exact.py",
+        "trainer_bridge/test_exact.py",
+        "            module.forward = partial(_norm, module)",
+        "            pass",
+    ),
+    Bug(
+        "an update ignores log-probabilities that differ from the rollout's",
+        "trainer_bridge/trainer.py",
+        "trainer_bridge/test_exact.py",
+        '            if unequal and self.config.exact != "warn":',
+        "            if False:",
+    ),
+    Bug(
         "the position is left out of the random numbers",
         "rollout/ops/sampling.py",
         "rollout/test_sampler.py",

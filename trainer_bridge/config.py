@@ -275,6 +275,10 @@ class TrainerConfig:
         optimizer_offload: Keep masters and moments in host memory, in fp32, and stream them through
             the device in every update (`StreamedAdamW`). The shards are stored in `param_dtype`.
             The critic's optimizer stays on the device.
+        exact: Compute the policy's forward by the engine's operations, and compare the bits of its
+            log-probabilities in updates with `rollout_logprobs`. A difference raises
+            `UnequalTokens` before anything changes; "warn" only counts it. For dense models of the
+            families llama, mistral, qwen2 and qwen3, without adapters; on a GPU in half precision.
         leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
             copies when it is built, overlapped with other work.
     """
@@ -302,6 +306,7 @@ class TrainerConfig:
     lora: LoraConfig | None = None
     optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
+    exact: bool | Literal["warn"] = False
     leaving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -314,6 +319,8 @@ class TrainerConfig:
         plain = not (self.optimizer_offload and in_8_bits)
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
+        wide = (self.param_dtype or self.dtype) == "float32"
+        exact = not self.exact or self.device == "cpu" or not wide
         half = self.param_dtype != "float16" or self.dtype == "float32"
         _check(
             self,
@@ -339,6 +346,13 @@ class TrainerConfig:
             ("optimizer", installed, f"needs bitsandbytes; run: {INSTALL_OPTIM}"),
             ("optimizer_offload", plain, "needs optimizer='adamw'"),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
+            ("exact", self.exact in (False, True, "warn"), "use False, True or 'warn'"),
+            (
+                "exact",
+                not (self.exact and self.lora),
+                "excludes adapters, which are merged rounded",
+            ),
+            ("exact", exact, "needs param_dtype='bfloat16' or 'float16' on a GPU"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )
 

@@ -24,6 +24,28 @@ class CycleError(RuntimeError):
         return type(self), (self.stage, self.cause)
 
 
+class UnequalTokens(RuntimeError):
+    """The rollout's log-probabilities are not those of an exact trainer.
+
+    Attributes:
+        count: Number of tokens that differ.
+        sequence: Number of the first sequence with such a token.
+        token: Number of that token among the response tokens.
+    """
+
+    def __init__(self, count: int, sequence: int, token: int, rollout: float, own: float) -> None:
+        super().__init__(
+            f"log-probabilities of {count} tokens differ, first of token {token} of sequence "
+            f"{sequence}: {rollout!r} in the rollout, {own!r} in the trainer; nothing has changed; "
+            f"run the engine with exact=True too, or set exact=warn"
+        )
+        self.count, self.sequence, self.token = count, sequence, token
+        self.values = rollout, own
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.count, self.sequence, self.token, *self.values)
+
+
 class ActorError(RuntimeError):
     """A Ray actor did not answer a call.
 

@@ -18,6 +18,7 @@ from rollout.model import stored_buffers
 from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
+from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
@@ -27,7 +28,7 @@ from trainer_bridge.sync.writer import Shards
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
-from trainer_bridge.training.correction import figures_of_first_update
+from trainer_bridge.training.correction import figures_of_first_update, unequal_tokens
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import ShardedWeights, save_folder
@@ -287,9 +288,11 @@ class Trainer(SaverSide):
             learning_rate and tokens. In float16 also loss_scale (which gave finite gradients) and
             overflows (how many times the update was computed again). With `rollout_logprobs` also
             the figures of `correct` with its default options and, with `ref_logprobs`,
-            kl_to_reference.
+            kl_to_reference. With `config.exact` too, unequal_tokens.
 
         Raises:
+            UnequalTokens: With `config.exact`, a log-probability differs from the rollout's.
+                Nothing has changed.
             StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
             ValueError: The batch lacks a field, has both kinds of log-probabilities, or one of the
                 rollout's is not finite. Nothing has changed.
@@ -302,12 +305,17 @@ class Trainer(SaverSide):
         needed += ["advantages", *(["ref_logprobs"] if self.config.loss.kl_coef else [])]
         check_learning("update_actor", batch, self.model.config, needed)
         world, size = self._runtime.world, self.config.micro_batch_size
-        own = TokenValues()
+        own, exact = TokenValues(), self.config.exact and batch.rollout_logprobs is not None
+        unequal: UnequalTokens | None = None
 
         def backward(scale: float) -> list[float]:
+            nonlocal unequal
             learn = partial(policy_gradient, self.model, self.config, batch, world, scale, own)
             sums = add_gradients(self.model, batch, learn, size, self._runtime)
             self._offloader.await_content()
+            unequal = unequal_tokens(batch, own.gather(self._runtime)) if exact else None
+            if unequal and self.config.exact != "warn":
+                raise unequal
             return sums
 
         rate = self.rate.after(self.step)
@@ -318,6 +326,8 @@ class Trainer(SaverSide):
         low, high, kl, entropy = (total / batch.num_tokens for total in sums)
         if batch.rollout_logprobs is not None:
             figures |= figures_of_first_update(batch, own.gather(self._runtime))
+        if exact:
+            figures["unequal_tokens"] = float(unequal.count if unequal else 0)
         self._runtime.finish()  # the step's queued work counts as part of this stage
         return {
             "loss": loss,

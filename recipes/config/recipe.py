@@ -66,6 +66,9 @@ class Recipe:
         trackers: Where figures and samples go besides the run's folder: tensorboard, wandb, mlflow,
             trackio, swanlab, prometheus, prometheus:PORT, or package.module:function.
         samples: Answers of each step and evaluation in samples.jsonl and in the trackers; 0: none.
+        exact: Whether rollout and trainer compute the same bits, which updates check: true stops
+            the run at a difference, warn only counts unequal_tokens. For dense models without
+            adapters.
         driver: Either inprocess (one device, in the process of the command) or ray (actors).
         device: One of auto (cuda:0 if there is a GPU, else cpu), cpu, cuda and cuda:N.
         seed: Seed of prompts, samples and random weights.
@@ -89,6 +92,7 @@ class Recipe:
     cluster: models.ClusterSection = Field(default_factory=models.ClusterSection)
     trackers: list[str] = Field(default_factory=list)
     samples: Annotated[int, Field(ge=0)] = 16
+    exact: bool | Literal["warn"] = False
     driver: Literal["inprocess", "ray"] = "ray"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -131,9 +135,10 @@ class Recipe:
         """Return whether the step's update computes the log-probabilities that it compares with.
 
         It can if it is the only one and nothing before it needs them: no weights of a correction,
-        and no KL divergence in the rewards.
+        and no KL divergence in the rewards, for which `exact` has the rollout's.
         """
-        needed = self.correction_mode != "none" or (self.loss.kl_coef and self.kl_in == "reward")
+        rewarded = self.loss.kl_coef and self.kl_in == "reward" and not self.exact
+        needed = self.correction_mode != "none" or rewarded
         return self.updates_per_step == 1 and not needed
 
     @property
@@ -221,6 +226,7 @@ class Recipe:
         if len({*self.trackers}) < len(self.trackers):
             yield "trackers", "names a tracker twice"
         yield from self._faults_of_engine()
+        yield from self._faults_of_exact() if self.exact else ()
         yield from self._faults_of_training()
         yield from self._faults_of_sampling()
         yield from self._faults_of_devices()
@@ -289,6 +295,23 @@ class Recipe:
             yield "engine.kv_cache_dtype", f"excludes engine.tensor_parallel_size={size}"
         if size % engine.expert_parallel:
             yield "engine.expert_parallel", f"must divide engine.tensor_parallel_size={size}"
+
+    def _faults_of_exact(self) -> Faults:
+        rounds = f"rounds, and exact={shown(self.exact)} compares bits"
+        if self.engine.hosted:
+            yield "engine.kind", f"computes other bits than exact={shown(self.exact)} promises"
+        if self.engine.kv_cache_dtype != "auto":
+            yield "engine.kv_cache_dtype", rounds
+        if self.engine.tensor_parallel_size > 1:
+            yield "engine.tensor_parallel_size", f"{rounds}: ranks add rounded sums"
+        if self.lora.rank:
+            yield "lora.rank", f"{rounds}: the engine serves merged adapters"
+        if self.correction_mode != "none":
+            yield "correction.mode", f"has nothing to correct with exact={shown(self.exact)}"
+        if self.updates_per_step > 1:
+            key = "epochs" if self.loop.epochs > 1 else "mini_batches"
+            rule = f"excludes exact={shown(self.exact)}, which compares in a step's only update"
+            yield f"{self.algorithm}.{key}", rule
 
     def _faults_of_training(self) -> Faults:
         offload, rank = self.trainer.optimizer_offload, self.lora.rank

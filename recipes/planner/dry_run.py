@@ -346,6 +346,8 @@ def planned_trainer(
         setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
         config = trainer_config(setup)
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
+        # An exact trainer keeps the same tensors, but launches kernels on them.
+        config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))

@@ -10,6 +10,7 @@ from rollout.model.loading import (
     resolve_model,
     stored_buffers,
 )
+from rollout.model.mixers.base import inverse_frequencies
 from rollout.ops.experts import Routing
 from rollout.weights.params import Stored, is_unused, spellings
 
@@ -19,6 +20,7 @@ __all__ = [
     "Stored",
     "checkpoint_files",
     "expert_routing",
+    "inverse_frequencies",
     "is_unused",
     "load_model_config",
     "open_checkpoint",

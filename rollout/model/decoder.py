@@ -248,6 +248,12 @@ class ModelConfig:
     def has_experts(self) -> bool:
         return any(isinstance(mlp, ExpertsConfig) for mlp in self.mlps)
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether all layers have plain grouped-query attention and a gated MLP."""
+        plain = all(mixer.plain for mixer in self.mixers)
+        return plain and all(isinstance(mlp, GatedConfig) for mlp in self.mlps)
+
     def with_fp32_routers(self) -> ModelConfig:
         """Return this model with router products and expert weights in fp32."""
         mlps = list(self.mlps)

@@ -1,8 +1,14 @@
 """Triton kernels of paged attention, and their compile-time arguments, tuned for Hopper.
 
-Half-precision launches disable fused multiply-add (`enable_fp_fusion=False`). The compiler would
-fuse in only some of a kernel's loops, and the borders between the loops depend on how a prompt is
-split into chunks; so would the rounding.
+The keys of a sequence are divided at absolute positions, so a query's result has the same bits in
+prefill, in decode and in a trainer. Splits have `MIN_SPLIT` keys up to position 16 * MIN_SPLIT, and
+from each further power of two on, an eighth of it. In a split, the online softmax starts anew and
+runs over blocks of keys in order (`_attend`). The splits of a sequence are folded in order
+(`_fold`), whether one program computes them one after the other or each has its own program. Keys
+that a query does not see change no bit of its result.
+
+Half-precision launches disable fused multiply-add (`enable_fp_fusion=False`), except where the code
+asks for it: the compiler would fuse in only some of a kernel's loops.
 
 Latent rows, where values are a view of the first elements of keys, are loaded once and used as keys
 and as values. The remaining elements of the key, the "tail", are multiplied in a separate product,
@@ -26,9 +32,9 @@ from torch import Tensor
 from kvcache.ops.quant import decode_fp8
 
 MAX_HEADS = 16  # maximum number of query heads per decode program
-NUM_SPLITS = tl.constexpr(16)  # maximum number of decode programs per request and KV head
-MIN_SPLIT = tl.constexpr(256)  # minimum number of KV tokens per decode program
-SPLIT_STEP = tl.constexpr(64)  # longer splits are multiples of this, hence whole blocks
+MIN_SPLIT = tl.constexpr(256)  # keys of the shortest splits, a multiple of all blocks of keys
+LOG_MIN_SPLIT = tl.constexpr(8)  # of base 2
+COMBINED = tl.constexpr(16)  # splits that `decode_combine` loads together
 
 
 @triton.jit
@@ -56,14 +62,65 @@ def _gather(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _octave(position):  # type: ignore[no-untyped-def]
+    """Return how often the split length has doubled at a position below 2**24."""
+    exponent = (tl.cast(position, tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # of log2
+    return tl.maximum(exponent - 3 - LOG_MIN_SPLIT, 0)
+
+
+@triton.jit
+def _split_at(position):  # type: ignore[no-untyped-def]
+    """Return the number of the split of a position."""
+    octave = _octave(position)
+    return (position // MIN_SPLIT >> octave) + 8 * octave
+
+
+@triton.jit
+def _split_bounds(split):  # type: ignore[no-untyped-def]
+    """Return the first position of a split, and the first position after it."""
+    octave = tl.maximum(split // 8, 1) - 1
+    first = split - 8 * octave
+    return first * MIN_SPLIT << octave, (first + 1) * MIN_SPLIT << octave
+
+
+@triton.jit
+def _origin(peak):  # type: ignore[no-untyped-def]
+    """Return the peak, or 0 if no key was seen: -inf - -inf would be NaN."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def _fold(peak, total, acc, next_peak, next_total, next_acc):  # type: ignore[no-untyped-def]
+    """Add the state of the next split to the state of all splits before it."""
+    top = tl.maximum(peak, next_peak)
+    shrink, share = tl.exp2(peak - _origin(top)), tl.exp2(next_peak - _origin(top))
+    total = tl.fma(total, shrink, next_total * share)
+    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), next_acc * share[:, None])
+    return top, total, acc
+
+
+@triton.jit
+def _finish(total, acc, scales, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the output of a query from its state after all splits."""
+    if scales is not None:
+        acc *= tl.load(scales + 1)
+    return (acc / total[:, None]).to(dtype)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    query, query_tail, peak, total, acc, slots, mapping, start, end, positions, lowest, window,
+    query, query_tail, folded_peak, folded_total, folded, peak, total, acc, slots, mapping,
+    start, end, split_end, positions, lowest, window,
     k_head, v_head, stride_k_slot, stride_v_slot, scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, FOLDS: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Update the online softmax (base 2) of query [M, D] with a request's tokens [start, end).
+
+    The state of a softmax is its peak, total and accumulator. With FOLDS, the state is folded into
+    the folded state at the end of each split; the current split ends at `split_end`. Without FOLDS,
+    the tokens are of one split. `start` is a multiple of BLOCK_N.
 
     Token t is in cache slot slots[t], or mapping[slots[t]] if `mapping` is not None.
 
@@ -90,17 +147,25 @@ def _attend(  # type: ignore[no-untyped-def]
                 query.dtype
             )
             scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
-        scores *= scale
+        # After the first product, so that the product of the last values runs meanwhile.
+        if FOLDS and first == split_end:
+            folded_peak, folded_total, folded = _fold(
+                folded_peak, folded_total, folded, peak, total, acc
+            )
+            peak = tl.full(peak.shape, float("-inf"), tl.float32)
+            total, acc = tl.zeros_like(total), tl.zeros_like(acc)
+            split_end = first + (MIN_SPLIT << _octave(first))
+            scores += 0.0  # keeps the compiler from moving this above the product
         if CAUSAL:
             scores = tl.where(at[None, :] <= positions[:, None], scores, float("-inf"))
         if WINDOWED:
             scores = tl.where(at[None, :] > positions[:, None] - window, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row may have seen no token yet, and -inf - -inf would be NaN.
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak) if WINDOWED else new_peak
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        # Without mask, every row sees a key of this block.
+        origin = _origin(new_peak) if CAUSAL or WINDOWED else new_peak
         shrink = tl.exp2(peak - origin)
-        weights = tl.exp2(scores - origin[:, None])
-        total = total * shrink + tl.sum(weights, 1)
+        weights = tl.exp2(tl.fma(scores, scale, -tl.broadcast_to(origin[:, None], scores.shape)))
+        total = tl.fma(total, shrink, tl.sum(weights, 1))
         values = (
             keys
             if TAIL
@@ -110,39 +175,35 @@ def _attend(  # type: ignore[no-untyped-def]
             weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee"
         )
         peak = new_peak
-    return peak, total, acc
-
-
-@triton.jit
-def _split_length(seen):  # type: ignore[no-untyped-def]
-    """Return the tokens per split, a function of `seen` alone, for at most NUM_SPLITS splits."""
-    return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(seen, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
+    return folded_peak, folded_total, folded, peak, total, acc, split_end
 
 
 @triton.jit(do_not_specialize=["stride_meta", "window"])
 def decode_split(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, scales, table, mapping, meta, part, lse,
+    q, k_cache, v_cache, scales, table, mapping, meta, part, state,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_row, stride_meta, stride_part, stride_part_head, splits, window, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TAIL: tl.constexpr,
-    WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_G: tl.constexpr,
+    WINDOWED: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of query heads over a split of a request's tokens.
 
     Programs: (request, KV head and block of its GROUP query heads, split of the last `window`
-    tokens). Writes the normalized output to `part` and its log2-sum-exp2 to `lse`. With a single
-    split, `lse` is None and `part` is the final output.
+    tokens). Writes the accumulator of the split to `part`, and its peak and total to `state`,
+    [requests, heads, 2, splits]. With a single split, `state` is None and `part` is the output.
     """
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     kv_head = (tl.program_id(1) // head_blocks).to(tl.int64)
     kv_len = tl.load(meta + 2 * stride_meta + request)
-    seen = tl.minimum(kv_len, window)
-    length = _split_length(seen)
-    start = kv_len - seen + split * length
+    lowest = tl.maximum(kv_len - window, 0) if WINDOWED else 0
+    number = split + _split_at(lowest) if WINDOWED else split
+    start, end = _split_bounds(number)
     if start < kv_len:
-        end = tl.minimum(start + length, kv_len)
+        end = tl.minimum(end, kv_len)
+        if WINDOWED:
+            start = tl.maximum(start, lowest // BLOCK_N * BLOCK_N)
         if scales is not None:
             scale *= tl.load(scales)
         row = tl.load(meta + request).to(tl.int64)
@@ -154,16 +215,16 @@ def decode_split(  # type: ignore[no-untyped-def]
             if TAIL
             else query
         )
-        peak, total, acc = _attend(
-            query, tail,
-            tl.full((BLOCK_G,), float("-inf"), tl.float32),
-            tl.zeros((BLOCK_G,), tl.float32),
-            tl.zeros((BLOCK_G, BLOCK_V), tl.float32),
-            table + row * stride_row, mapping, start, end,
-            tl.full((BLOCK_G,), 0, tl.int32) + end - 1, start, window,
+        peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, BLOCK_V), tl.float32)
+        _, _, _, peak, total, acc, _ = _attend(
+            query, tail, peak, total, acc, peak, total, acc,
+            table + row * stride_row, mapping, start, end, end,
+            tl.full((BLOCK_G,), 0, tl.int32) + kv_len - 1, lowest, window,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
-            stride_k_slot, stride_v_slot, scale,
-            True, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            stride_k_slot, stride_v_slot, scale, True, WINDOWED, False,
+            DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
         dims = tl.arange(0, BLOCK_V)
         to = (
@@ -174,51 +235,54 @@ def decode_split(  # type: ignore[no-untyped-def]
             + dims[None, :]
         )
         inside = (group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
-        if scales is not None:
-            acc *= tl.load(scales + 1)
-        tl.store(to, (acc / total[:, None]).to(part.dtype.element_ty), mask=inside)
-        if lse is not None:
-            to = (
-                lse
-                + (request * (tl.num_programs(1) // head_blocks * GROUP) + head) * splits
-                + split
-            )
-            tl.store(to, peak + tl.log2(total), mask=group < GROUP)
+        if state is not None:
+            heads = tl.num_programs(1) // head_blocks * GROUP
+            place = state + (request * heads + head) * 2 * splits + split
+            tl.store(place, peak, mask=group < GROUP)
+            tl.store(place + splits, total, mask=group < GROUP)
+            tl.store(to, acc, mask=inside)
+        else:
+            tl.store(to, _finish(total, acc, scales, part.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride_meta", "window"])
 def decode_combine(  # type: ignore[no-untyped-def]
-    part, lse, meta, out, stride_meta, stride_out, stride_out_head, splits, window,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    part, state, scales, meta, out, stride_meta, stride_out, stride_out_head, splits, window,
+    WINDOWED: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weighted mean of the splits' outputs. Programs: (request, query head)."""
+    """Fold the splits of a request in order. Programs: (request, query head)."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seen = tl.minimum(tl.load(meta + 2 * stride_meta + request), window)
-    split = tl.arange(0, BLOCK_SPLITS)
-    dims = tl.arange(0, BLOCK_V)
+    kv_len = tl.load(meta + 2 * stride_meta + request)
+    used = _split_at(kv_len - 1) + 1
+    if WINDOWED:
+        used -= _split_at(tl.maximum(kv_len - window, 0))
+    dims = tl.arange(0, BLOCK_V)[None, :]
     inside = dims < VALUE_DIM
-    used = split * _split_length(seen) < seen
-    base = (request * tl.num_programs(1) + head) * splits
-    lse2 = tl.load(lse + base + split, mask=used, other=float("-inf"))
-    values = tl.load(
-        part + (base + split)[:, None] * VALUE_DIM + dims[None, :],
-        mask=used[:, None] & inside[None, :],
-        other=0.0,
-    )
-    weights = tl.exp2(lse2 - tl.max(lse2, 0))
-    result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    row = request * tl.num_programs(1) + head
+    place = state + row * 2 * splits + tl.arange(0, 1)
+    base = part + row * splits * VALUE_DIM + dims
+    peak = tl.full((1,), float("-inf"), tl.float32)
+    total, acc = tl.zeros((1,), tl.float32), tl.zeros((1, BLOCK_V), tl.float32)
+    for first in tl.range(0, used, COMBINED):
+        for number in tl.static_range(COMBINED):  # loads of all of them before the first fold
+            split = first + number
+            known = split < used
+            next_peak = tl.load(place + split, mask=known, other=float("-inf"))
+            next_total = tl.load(place + splits + split, mask=known, other=0.0)
+            next_acc = tl.load(base + split * VALUE_DIM, mask=inside & known, other=0.0)
+            peak, total, acc = _fold(peak, total, acc, next_peak, next_total, next_acc)
     tl.store(
         out + request * stride_out + head * stride_out_head + dims,
-        result.to(out.dtype.element_ty),
+        _finish(total, acc, scales, out.dtype.element_ty),
         mask=inside,
     )
 
 
 @triton.jit(do_not_specialize=["stride_meta", "first_request", "window"])
 def prefill(  # type: ignore[no-untyped-def]
-    q, k_cache, v_cache, scales, table, mapping, meta, out,
+    q, k_cache, v_cache, scales, table, mapping, meta, out, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, stride_meta, stride_out, stride_out_head, first_request, window, scale,
+    stride_row, stride_meta, stride_out, stride_out_head, stride_lse, first_request, window, scale,
     WINDOWED: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -226,7 +290,8 @@ def prefill(  # type: ignore[no-untyped-def]
     """Compute causal attention of a prefill chunk over the cached prefix and the chunk itself.
 
     Programs: (block of BLOCK_M rows, request, KV head). Row r of a request is its token r // GROUP
-    and query head r % GROUP of the KV head. WINDOWED skips the blocks that no row sees.
+    and query head r % GROUP of the KV head. WINDOWED skips the blocks that no row sees. `lse`, if
+    not None, receives the logarithms of the softmax's sums, fp32 [heads, tokens].
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest programs start first
     request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -249,6 +314,7 @@ def prefill(  # type: ignore[no-untyped-def]
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        folded_peak, folded_total, folded = peak, total, acc
         slots = table + row * stride_row
         k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
         prefix = kv_len - q_len
@@ -257,36 +323,47 @@ def prefill(  # type: ignore[no-untyped-def]
         diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N
         lowest = 0  # the first token that any row sees
         inner = 0  # every row sees all tokens from here to the diagonal
+        split_end = MIN_SPLIT + 0 * first  # a tensor, as in the loops
         if WINDOWED:
             lowest = tl.maximum(prefix + first + 1 - window, 0)
             inner = tl.minimum(
                 tl.cdiv(tl.maximum(prefix + last + 1 - window, 0), BLOCK_N) * BLOCK_N, diagonal
             )
-            peak, total, acc = _attend(
-                query, tail, peak, total, acc, slots, mapping,
-                lowest // BLOCK_N * BLOCK_N, inner, seen, lowest,
-                window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
-                False, True, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+            _, split_end = _split_bounds(_split_at(lowest))
+            folded_peak, folded_total, folded, peak, total, acc, split_end = _attend(
+                query, tail, folded_peak, folded_total, folded, peak, total, acc, slots, mapping,
+                lowest // BLOCK_N * BLOCK_N, inner, split_end, seen, lowest,
+                window, k_head, v_head, stride_k_slot, stride_v_slot, scale, False, True, True,
+                DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
             )  # fmt: skip
-        peak, total, acc = _attend(
-            query, tail, peak, total, acc, slots, mapping, inner, diagonal, seen, lowest,
-            window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
-            False, False, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+        folded_peak, folded_total, folded, peak, total, acc, split_end = _attend(
+            query, tail, folded_peak, folded_total, folded, peak, total, acc, slots, mapping,
+            inner, diagonal, split_end, seen, lowest,
+            window, k_head, v_head, stride_k_slot, stride_v_slot, scale, False, False, True,
+            DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
-        peak, total, acc = _attend(
-            query, tail, peak, total, acc, slots, mapping,
-            diagonal, prefix + last + 1, seen, lowest,
-            window, k_head, v_head, stride_k_slot, stride_v_slot, scale,
-            True, WINDOWED, DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
+        folded_peak, folded_total, folded, peak, total, acc, split_end = _attend(
+            query, tail, folded_peak, folded_total, folded, peak, total, acc, slots, mapping,
+            diagonal, prefix + last + 1, split_end, seen, lowest,
+            window, k_head, v_head, stride_k_slot, stride_v_slot, scale, True, WINDOWED, True,
+            DIM, VALUE_DIM, TAIL, WIDE, FP8, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_T,
         )  # fmt: skip
+        peak, total, acc = _fold(folded_peak, folded_total, folded, peak, total, acc)
         dims = tl.arange(0, BLOCK_V)
-        if scales is not None:
-            acc *= tl.load(scales + 1)
         tl.store(
             out + (where * stride_out + head * stride_out_head)[:, None] + dims[None, :],
-            (acc / total[:, None]).to(out.dtype.element_ty),
+            _finish(total, acc, scales, out.dtype.element_ty),
             mask=inside[:, None] & (dims < VALUE_DIM)[None, :],
         )
+        if lse is not None:
+            sums = (peak + tl.log2(total)) * 0.6931471805599453
+            tl.store(lse + head * stride_lse + where, sums, mask=inside)
+
+
+def split_count(length: int) -> int:
+    """Return the number of splits of `length` tokens."""
+    octave = max((length - 1).bit_length() - 4 - LOG_MIN_SPLIT.value, 0)
+    return ((length - 1) // MIN_SPLIT.value >> octave) + 8 * octave + 1
 
 
 def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -313,7 +390,7 @@ class Cut(NamedTuple):
     fp8: int  # mantissa bits of fp8 storage, see `_gather`
 
 
-def decode_blocks(cut: Cut) -> dict[str, Any]:
+def decode_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
     """Return the compile-time arguments of `decode_split`.
 
     Only tensor cores need 16 rows; without them, padding rows cost time.
@@ -323,17 +400,16 @@ def decode_blocks(cut: Cut) -> dict[str, Any]:
     # half of the stages load slots, half load the rows in these slots: 2 blocks or 1
     stages = 5 if constants["BLOCK_D"] <= 128 else 3
     if cut.wide:
-        block_n = 32 if constants["BLOCK_V"] <= 256 else 16
         warps = 4 if rows * constants["BLOCK_V"] <= 1024 else 8
     else:
-        # larger blocks of latent rows would spill registers during conversion
-        rows, block_n, warps = MAX_HEADS, 32 if cut.fp8 and cut.latent else 64, 4
+        rows, warps = MAX_HEADS, 4
     tuning = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": cut.wide}
-    return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, **tuning}
+    shape = {"WINDOWED": windowed, "BLOCK_G": rows, "BLOCK_N": _key_block(cut, constants)}
+    return {**constants, **shape, **tuning}
 
 
 def combine_warps(block_v: int) -> int:
-    """Return the warps of a `decode_combine` program: all splits fit into a few registers."""
+    """Return the warps of a `decode_combine` program: its splits fit into a few registers."""
     return max(1, block_v // 128)
 
 
@@ -343,22 +419,37 @@ def prefill_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
     A program computes BLOCK_M rows, each a query token and head.
     """
     constants, wide = _dims(cut), cut.wide
+    block_n = _key_block(cut, constants)
     # accumulators of 512 elements per row: the largest blocks that do not spill registers
     if cut.latent and constants["BLOCK_D"] > 128:
-        block_m, block_n = (16, 16) if wide else (16 if cut.fp8 > 0 else 32, 32)
+        block_m, block_n = (16, 16) if wide else (16 if cut.fp8 else 32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
     elif wide:
         # Registers are the limit without tensor cores: with 128 per thread, two programs fit and no
         # register spills.
         block_m = 64 if constants["BLOCK_D"] <= 64 else 32
-        block_n = 64 if constants["BLOCK_D"] == 128 else 32
         # the windowed kernel has three loops, which would spill with 128 registers
         tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 192 if windowed else 128}
     else:
-        block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
-        tuning = {"num_warps": 8, "num_stages": 3}
+        # wider accumulators, of the split and of all splits before it, would spill many registers
+        block_m, tuning = 128 if constants["BLOCK_D"] <= 128 else 64, {}
+        tuning |= {"num_warps": 8, "num_stages": 3}
+        if constants["BLOCK_D"] <= 64:
+            tuning["maxnreg"] = 128  # two programs fit, and a few registers spill
     tuning["enable_fp_fusion"] = wide
     return {**constants, "WINDOWED": windowed, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
+
+
+def _key_block(cut: Cut, constants: dict[str, Any]) -> int:
+    """Return the keys of a block, which are those of decode and, without latent rows, of prefill.
+
+    Larger blocks of latent fp8 rows would spill registers during conversion.
+    """
+    if cut.wide:
+        return 32 if constants["BLOCK_V"] <= 256 else 16
+    if cut.latent:
+        return 32 if cut.fp8 else 64
+    return 64 if constants["BLOCK_D"] <= 128 else 32
 
 
 def _dims(cut: Cut) -> dict[str, Any]:

@@ -7,8 +7,9 @@ For few rows, cuBLAS splits the inner dimension of a product over several progra
 the order of rounding. cuBLASLt without this split computes a row of a half-precision product with
 the same bits for any number of rows, with two exceptions at few rows: for some shapes it only has a
 kernel that is up to eleven times slower, and the bits of a single row may differ. In these cases
-rows are padded; as the bits are the same, a measurement chooses the number of rows. Products of
-fp32 tensors keep the library's choice.
+rows are padded; as the bits are the same, a measurement chooses the number of rows. On a GPU,
+products of fp32 tensors keep the library's choice. On the CPU, rows are padded to a multiple of
+`CPU_ROWS`.
 
 Norm and activation have a torch reference and a Triton kernel. As in transformers, the norm is fp32
 up to the weight and the model dtype from there on. The kernel rounds at the same points; only the
@@ -28,8 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memsaver.ops.layout import round_up
 from memsaver.system.devices import Impl, use_triton
 
+CPU_ROWS = 16  # fewer rows of fp32 may take another path through the library, and other bits
 _TILE = 1024  # elements of a norm's program, unless one row is longer
 _BLOCK = 1024
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -61,12 +64,15 @@ def linear(
     result is the fp32 sums of the exact products, not rounded to x's dtype. `out`, if given,
     receives the result. `bias` must be None with `wide` or `out`, which ignore it.
     """
-    rows, count = _padded.get(_key(weight, bias, wide), ()), len(x)
-    if count >= len(rows) or rows[count] == count:
+    count = len(x)
+    if x.is_cuda:
+        chosen = _padded.get(_key(weight, bias, wide), ())
+        rows = chosen[count] if count < len(chosen) else count
+    else:
+        rows = round_up(count, CPU_ROWS)
+    if rows == count:
         return _product(x, weight, bias, wide, out)
-    padded = x.new_empty((rows[count], x.shape[1]))
-    padded[:count] = x
-    result = _product(padded, weight, bias, wide)[:count]
+    result = _product(F.pad(x, (0, 0, 0, rows - count)), weight, bias, wide)[:count]
     return result if out is None else out.copy_(result)
 
 
@@ -300,11 +306,35 @@ def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[
     tl.store(out + token * size + column, gated(gate, up, out.dtype.element_ty), mask=inside)
 
 
+def silu(x: Tensor, impl: Impl = "auto") -> Tensor:
+    """Compute silu of a contiguous tensor, with the bits that `silu_mul` multiplies."""
+    if not use_triton(impl, x.device):
+        return F.silu(x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    with torch.cuda.device_of(out):
+        _silu[(triton.cdiv(x.numel(), _BLOCK),)](
+            x, out, x.numel(), BLOCK=_BLOCK, enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _silu(x, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, _rounded_silu(value, out.dtype.element_ty), mask=at < size)
+
+
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return silu(gate) * up of fp32 values; silu and the product are rounded to `dtype`."""
-    silu = tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype).to(tl.float32)
-    return (silu * up).to(dtype)
+    return (_rounded_silu(gate, dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
+def _rounded_silu(gate, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype)
 
 
 @triton.jit

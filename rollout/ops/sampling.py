@@ -20,9 +20,21 @@ from torch import Tensor
 from memsaver.ops.hash import GOLDEN, MUL1, MUL2, splitmix64
 from memsaver.ops.layout import send_together
 from memsaver.system.devices import Impl, use_triton
+from rollout.ops.log_softmax import (
+    BLOCK,
+    BLOCK_WARPS,
+    ROW_WARPS,
+    block_sum,
+    block_sums,
+    exp_under,
+    log_prob,
+    log_prob_of,
+    row_sum,
+    row_sums,
+    scaled,
+)
 
 _UNIFORM_BITS = 48  # fewer than the 53 of a double, so that u * total stays below total
-_BLOCK = 2048  # vocabulary entries per program
 _DELIVERED = 1024  # tokens per program
 _SENT = 4096  # elements per program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
@@ -85,8 +97,8 @@ def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[T
     """Sample a token from each row of logits [R, vocab].
 
     The log-probability is log_softmax(logits / temperature)[token], before top-k and top-p, with
-    temperature 1 for greedy rows. Logits are fp32, bf16 or fp16 and converted to fp32 first.
-    Elements of a row are contiguous; the row stride is arbitrary.
+    temperature 1 for greedy rows; `log_softmax` defines its bits. Logits are fp32, bf16 or fp16 and
+    converted to fp32 first. Elements of a row are contiguous; the row stride is arbitrary.
 
     Returns:
         Tokens int64 [R] and their log-probabilities fp32 [R], on the device.
@@ -103,11 +115,13 @@ def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[T
 
 def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     logits = logits.float()
-    logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
+    z = logits / batch.temperature
     tokens = logits.argmax(dim=-1)
     if batch.any_random:
-        tokens = torch.where(batch.greedy, tokens, _draw(logprobs, batch))
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        tokens = torch.where(batch.greedy, tokens, _draw(torch.log_softmax(z, dim=-1), batch))
+    _, peaks, masses = block_sums(z)
+    chosen = z.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, log_prob(chosen, *row_sums(peaks, masses))
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -161,18 +175,19 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor
     temperature, greedy, counters = batch.temperature, batch.greedy, batch.counters
     contiguous = (tensor.is_contiguous() for tensor in (temperature, greedy, counters))
     assert logits.stride(1) == 1 and all(contiguous)
-    blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = triton.cdiv(vocab, BLOCK)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         _reduce_blocks[(rows, blocks)](
-            logits, temperature, peaks, masses, logits.stride(0), vocab, blocks, BLOCK=_BLOCK
-        )
+            logits, temperature, peaks, masses, logits.stride(0), vocab, blocks, BLOCK=BLOCK,
+            num_warps=BLOCK_WARPS,
+        )  # fmt: skip
         _choose[(rows,)](
             logits, temperature, greedy, counters, peaks, masses, tokens, logprobs,
             logits.stride(0), vocab, blocks, COUNTERS=counters.shape[1],
-            BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+            BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=ROW_WARPS,
         )  # fmt: skip
     return tokens, logprobs
 
@@ -245,35 +260,22 @@ def _splitmix64(x):  # type: ignore[no-untyped-def]
     return x ^ (x >> 31)
 
 
-@triton.jit
-def _scaled(logits, temperature, at, vocab):  # type: ignore[no-untyped-def]
-    """Return logits / temperature in fp32, rounded as in a trainer; -inf past the vocabulary."""
-    z = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    if temperature != 1.0:
-        z = tl.div_rn(z, temperature)
-    return z
-
-
-@triton.jit
-def _exp_below(z, peak):  # type: ignore[no-untyped-def]
-    """Return exp(z - peak), or 0 if peak is -inf."""
-    return tl.exp(z - tl.where(peak == float("-inf"), 0.0, peak))
-
-
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "vocab"],
+    do_not_specialize_on_alignment=["logits", "peaks", "masses"],
+)
 def _reduce_blocks(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, stride, vocab, blocks, BLOCK: tl.constexpr
 ):
     """Reduce z = logits / temperature to max(z) and sum(exp(z - max)). Programs: (row, block)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    z = _scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
-    peak = tl.max(z, 0)
+    source, heat = logits + row * stride, tl.load(temperature + row)
+    _, peak, _, mass = block_sum(source, heat, block, vocab, BLOCK)
     tl.store(peaks + row * blocks + block, peak)
-    tl.store(masses + row * blocks + block, tl.sum(_exp_below(z, peak), 0))
+    tl.store(masses + row * blocks + block, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["peaks", "masses"])
 def _choose(  # type: ignore[no-untyped-def]
     logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, stride, vocab, blocks,
     COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -287,12 +289,7 @@ def _choose(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     is_greedy = tl.load(greedy + row) != 0
     block = tl.arange(0, BLOCKS)
-    inside = block < blocks
-    block_peak = tl.load(peaks + row * blocks + block, mask=inside, other=float("-inf"))
-    mass = tl.load(masses + row * blocks + block, mask=inside, other=0.0)
-    peak = tl.max(block_peak, 0)
-    mass = (mass * _exp_below(block_peak, peak)).to(tl.float64)
-    total = tl.sum(mass, 0)
+    block_peak, mass, peak, total = row_sum(peaks, masses, row, blocks, BLOCKS)
     target = uniform_at(counters + row * COUNTERS, COUNTERS) * total
     hit = tl.where(is_greedy, block_peak == peak, (tl.cumsum(mass, 0) > target) & (mass > 0))
     chosen = tl.min(tl.where(hit, block, BLOCKS), 0)
@@ -301,14 +298,13 @@ def _choose(  # type: ignore[no-untyped-def]
     share = (target - before) / tl.sum(tl.where(block == chosen, mass, 0.0), 0)
 
     at = chosen * BLOCK + tl.arange(0, BLOCK)
-    z = _scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
-    weight = _exp_below(z, tl.max(z, 0)).to(tl.float64)
+    z = scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
+    weight = exp_under(z, tl.max(z, 0)).to(tl.float64)
     hit = tl.where(
         is_greedy, z == peak, (tl.cumsum(weight, 0) > share * tl.sum(weight, 0)) & (weight > 0)
     )
     token = tl.min(tl.where(hit, at, vocab), 0)
     token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0, at, chosen * BLOCK), 0))
     logit = tl.sum(tl.where(at == token, z, 0.0), 0)
-    logprob = logit.to(tl.float64) - peak.to(tl.float64) - tl.log(total)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, logprob.to(tl.float32))
+    tl.store(logprobs + row, log_prob_of(logit, peak, total).to(tl.float32))

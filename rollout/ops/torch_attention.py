@@ -7,6 +7,11 @@ plan turns the batch into index tensors once per step; attention uses the plan i
 With a window, a query at position p sees the keys at (p - window, p]. Attention reads only the
 slots of a request's first `kv_len` positions that a query of the request sees. The content of other
 slots, even NaN, has no effect.
+
+Keys are divided into splits of `SPLIT` at absolute positions, which are folded in order. All
+products have the same inner and outer size, but for the number of rows, a multiple of `ROWS`. A
+query therefore has the same result, to the bit, in decode, in every chunk of a prompt, and in a
+trainer, which differentiates `attend`.
 """
 
 from __future__ import annotations
@@ -15,8 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+SPLIT = 128  # keys
+ROWS = 16  # products of fewer rows may take another path through the library, and other bits
 MAX_BUCKET_TOKENS = 1 << 15  # maximum number of padded tokens gathered together in decode
 _MIN_BUCKET_LEN = 64  # below this length, padding costs less than another bucket
 MAX_SCORES = 1 << 24  # maximum size of a prefill block's score matrix, in elements (64 MiB)
@@ -54,8 +62,8 @@ class DecodeBucket:
     """Decode requests that see a similar number of keys."""
 
     tokens: Tensor  # query rows, int64 [b]
-    slots: Tensor  # slots that each request sees, padded with the first of them, int64 [b, L]
-    padding: Tensor  # True for padding, bool [b, 1, L]
+    slots: Tensor  # of each request from the start of a split on, int64 [b, L]
+    padding: Tensor  # True where `slots` repeats a slot that the request sees, bool [b, 1, L]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,7 @@ class PrefillSegment:
     """A prefill chunk of n query rows."""
 
     start: int  # first query row
-    slots: Tensor  # slots that any of the rows sees, int64 [L]
+    slots: Tensor  # slots that any of the rows sees, after copies of the first, int64 [L]
     hidden: Tensor  # True where a row does not see a slot, bool [n, L]
 
 
@@ -93,40 +101,54 @@ def plan_torch(
         window: Number of keys that a query sees, including its own; None for all.
         mapping: Cache slot of each slot in req_to_token, int64 [slots]; None for the same slots.
     """
-    device = req_to_token.device
-    seen = [min(kv_len, window or kv_len) for kv_len in shape.kv_lens[: shape.num_decode]]
-    groups = _bucket_members(seen)
-    buckets = tuple(_plan_bucket(shape, group, seen, req_to_token, mapping) for group in groups)
+    lowest = [max(0, kv_len - (window or kv_len)) for kv_len in shape.kv_lens[: shape.num_decode]]
+    groups = _bucket_members(
+        [kv_len - _split_start(first) for first, kv_len in zip(lowest, shape.kv_lens, strict=False)]
+    )
+    buckets = tuple(_plan_bucket(shape, group, lowest, req_to_token, mapping) for group in groups)
     segments = []
     start = shape.num_decode
     requests = list(zip(shape.rows, shape.q_lens, shape.kv_lens, strict=True))
     for row, q_len, kv_len in requests[shape.num_decode :]:
         first = max(0, kv_len - q_len + 1 - window) if window else 0
-        positions = torch.arange(first, kv_len, device=device)
-        queries = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
-        hidden = positions > queries
-        if window:
-            hidden |= positions <= queries - window
-        slots = _mapped(req_to_token[row, first:kv_len].long(), mapping)
+        hidden = hidden_keys(q_len, kv_len, window, req_to_token.device)
+        positions = torch.arange(_split_start(first), kv_len, device=req_to_token.device)
+        slots = _mapped(req_to_token[row, positions.clamp(min=first)].long(), mapping)
         segments.append(PrefillSegment(start=start, slots=slots, hidden=hidden))
         start += q_len
     return TorchPlan(buckets=buckets, segments=tuple(segments))
+
+
+def hidden_keys(q_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor:
+    """Return where the last `q_len` of `kv_len` tokens do not see a key, bool [q_len, keys].
+
+    The keys begin with the split of the first key that any of the tokens sees.
+    """
+    first = max(0, kv_len - q_len + 1 - window) if window else 0
+    positions = torch.arange(_split_start(first), kv_len, device=device)
+    queries = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    hidden = positions > queries
+    return hidden | (positions <= queries - window) if window else hidden
+
+
+def _split_start(position: int) -> int:
+    return position // SPLIT * SPLIT
 
 
 def _mapped(slots: Tensor, mapping: Tensor | None) -> Tensor:
     return slots if mapping is None else mapping[slots]
 
 
-def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
-    """Group decode requests by the number of keys they see.
+def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
+    """Group decode requests by the number of keys that are read for them.
 
     Padding at most doubles the work, and a gather has at most `MAX_BUCKET_TOKENS` tokens.
     """
     buckets: list[list[int]] = []
-    for i in sorted(range(len(seen)), key=lambda i: seen[i]):
-        length = seen[i]
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        length = lengths[i]
         if buckets:
-            shortest = max(seen[buckets[-1][0]], _MIN_BUCKET_LEN)
+            shortest = max(lengths[buckets[-1][0]], _MIN_BUCKET_LEN)
             if length <= 2 * shortest and length * (len(buckets[-1]) + 1) <= MAX_BUCKET_TOKENS:
                 buckets[-1].append(i)
                 continue
@@ -137,20 +159,22 @@ def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
 def _plan_bucket(
     shape: BatchShape,
     members: list[int],
-    seen: Sequence[int],
+    lowest: Sequence[int],
     req_to_token: Tensor,
     mapping: Tensor | None,
 ) -> DecodeBucket:
     device = req_to_token.device
-    columns = list(zip(shape.rows, seen, shape.kv_lens, strict=False))  # decode requests only
-    chosen = torch.tensor([columns[i] for i in members], device=device)
-    rows, counts, ends = chosen.t().unsqueeze(2)
-    nth = torch.arange(max(seen[i] for i in members), device=device)
-    padding = nth >= counts
-    positions = ends - counts + nth.where(~padding, 0)
-    slots = _mapped(req_to_token[rows, positions].long(), mapping)
+    chosen = [(shape.rows[i], lowest[i], shape.kv_lens[i]) for i in members]
+    rows, first, ends = torch.tensor(chosen, device=device).t().unsqueeze(2)
+    starts = [_split_start(low) for _, low, _ in chosen]
+    longest = max(end - start for (_, _, end), start in zip(chosen, starts, strict=True))
+    positions = torch.tensor(starts, device=device)[:, None] + torch.arange(longest, device=device)
+    padding = (positions < first) | (positions >= ends)
+    slots = req_to_token[rows, first.where(padding, positions)].long()
     return DecodeBucket(
-        tokens=torch.tensor(members, device=device), slots=slots, padding=padding.unsqueeze(1)
+        tokens=torch.tensor(members, device=device),
+        slots=_mapped(slots, mapping),
+        padding=padding.unsqueeze(1),
     )
 
 
@@ -172,38 +196,66 @@ def torch_attention(
             last = min(first + block, count)
             at = slice(segment.start + first, segment.start + last)
             hidden = segment.hidden[first:last]
-            out[at] = _prefill(q[at].float(), keys, values, hidden, scale).to(q.dtype)
+            out[at] = attend(q[at].float(), keys, values, hidden, scale).to(q.dtype)
 
 
 def decode_bucket(rows: Rows, q: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
-    """Compute attention of decode queries, fp32 [b, Hq, D] to [b, Hq, Dv].
-
-    One batched product per KV head avoids a copy of the gathered keys [b, L, Hkv, D].
-    """
+    """Compute attention of decode queries, fp32 [b, Hq, D] to [b, Hq, Dv]."""
     batch, length = bucket.slots.shape
-    gathered = rows(bucket.slots.view(-1))
-    keys, values = (part.unflatten(0, (batch, length)) for part in gathered)
-    kv_heads, value_dim = values.shape[2:]
-    groups = q.view(batch, kv_heads, -1, q.shape[-1])
-    scores = q.new_empty((kv_heads, batch, groups.shape[2], length))
-    out = q.new_empty((kv_heads, batch, groups.shape[2], value_dim))
-    for head in range(kv_heads):
-        torch.bmm(groups[:, head], keys[:, :, head].transpose(1, 2), out=scores[head])
-    weights = scores.mul_(scale).masked_fill_(bucket.padding, float("-inf")).softmax(-1)
-    for head in range(kv_heads):
-        torch.bmm(weights[head], values[:, :, head], out=out[head])
-    return out.permute(1, 0, 2, 3).reshape(batch, -1, value_dim)
+    keys, values = (
+        part.unflatten(0, (batch, length)).transpose(1, 2) for part in rows(bucket.slots.view(-1))
+    )
+    groups = q.unflatten(1, (keys.shape[1], -1))
+    return _attend(groups, keys, values, bucket.padding.unsqueeze(1), scale).flatten(1, 2)
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Compute attention of a prefill block, fp32 [n, Hq, D] to [n, Hq, Dv].
+def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """Compute attention of n queries of a sequence, fp32 [n, Hq, D] to [n, Hq, Dv].
 
-    Keys are [L, Hkv, D], values [L, Hkv, Dv]; `hidden` is bool [n, L].
+    Keys [L, Hkv, D] and values [L, Hkv, Dv] begin at the start of a split; `hidden` is bool [n, L].
+    All but `hidden` may require a gradient.
     """
     count, heads, dim = q.shape
-    length, kv_heads, value_dim = values.shape
-    packed = q.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    scores = torch.bmm(packed, keys.permute(1, 2, 0)).mul_(scale).view(kv_heads, -1, count, length)
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).view(kv_heads, -1, length)
-    out = torch.bmm(weights, values.permute(1, 0, 2)).view(kv_heads, -1, count, value_dim)
-    return out.permute(2, 0, 1, 3).reshape(count, heads, value_dim)
+    length, kv_heads, _ = values.shape
+    group = heads // kv_heads
+    packed = q.view(count, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
+    keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (keys, values))
+    hidden = hidden.expand(group, count, length).reshape(1, 1, -1, length)
+    out = _attend(packed, keys, values, hidden, scale).view(kv_heads, group, count, -1)
+    return out.permute(2, 0, 1, 3).reshape(count, heads, -1)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """Compute attention of queries [b, h, m, D] over keys [b, h, L, D], split by split.
+
+    `hidden` is bool [b, 1, m or 1, L].
+    """
+    rows, spare = q.shape[2], -keys.shape[2] % SPLIT
+    q = F.pad(q, (0, 0, 0, -rows % ROWS)).unsqueeze(2)
+    keys, values = (
+        F.pad(part, (0, 0, 0, spare)).unflatten(2, (-1, SPLIT)) for part in (keys, values)
+    )
+    hidden = F.pad(hidden, (0, spare), value=True)
+    if hidden.shape[2] > 1:
+        hidden = F.pad(hidden, (0, 0, 0, -rows % ROWS))  # which see keys, so no sum is 0
+    hidden = hidden.unflatten(3, (-1, SPLIT)).transpose(2, 3)
+    scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
+    peaks = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - _origin(peaks)).exp()
+    splits = zip(
+        peaks.unbind(2), weights.sum(-1, keepdim=True).unbind(2), (weights @ values).unbind(2),
+        strict=True,
+    )  # fmt: skip
+    peak, total, acc = next(splits)
+    for next_peak, next_total, next_acc in splits:
+        top = torch.maximum(peak, next_peak)
+        shrink, share = ((part - _origin(top)).exp() for part in (peak, next_peak))
+        total = total * shrink + next_total * share
+        acc = acc * shrink + next_acc * share
+        peak = top
+    return (acc / total)[:, :, :rows]
+
+
+def _origin(peak: Tensor) -> Tensor:
+    """Return the peak, or 0 where no key is seen: -inf - -inf would be NaN."""
+    return peak.masked_fill(peak == float("-inf"), 0.0)

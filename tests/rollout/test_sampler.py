@@ -67,7 +67,7 @@ def test_logprob_is_of_scaled_logits_before_filters(impl: str, device: str) -> N
     temperature = torch.tensor([[0.5], [2.0], [1.0], [1.0]], device=device)
     expected = torch.log_softmax(x / temperature, -1).gather(1, tokens[:, None]).squeeze(1)
     assert logprobs.dtype == torch.float32 and tokens.dtype == torch.int64
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=0 if impl == "torch" else 1e-6)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
     assert tokens[2] == x[2].argmax() and tokens[3] == x[3].argmax()
 
 

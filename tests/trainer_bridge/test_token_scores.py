@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
+from rollout.ops.sampling import SamplingBatch, sample
 from tests.helpers.case_selection import pairwise, some
 from tests.helpers.trainer_bridge.models import (
     make_batch,
@@ -66,6 +67,26 @@ def test_token_scores_and_gradients_match_fp64(
 ) -> None:
     monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
     assert_matches_fp64(shape[:2], dtype, temperature, asked, impl, device)
+
+
+@pytest.mark.parametrize("words", [300, 4999, some(10_240, whole=[50_257, 151_936])[-1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_have_the_bits_of_the_sampler_whatever_the_slices(
+    words: int, dtype: torch.dtype, impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(words)
+    hidden = torch.randint(-2, 3, (7, WIDTH), generator=draw).to(device, dtype) / 4
+    weight = torch.randint(-2, 3, (words, WIDTH), generator=draw).to(device, dtype) / 4
+    options = [(0.7, 0, 1.0, (1, row, 0)) for row in range(7)]
+    names = ("temperature", "top_k", "top_p", "counters")
+    columns = dict(zip(names, zip(*options, strict=True), strict=True))
+    batch = SamplingBatch.build(**columns, device=torch.device(device))
+    logits = torch.empty(7, words + 3, dtype=dtype, device=device)[:, 3:].copy_(hidden @ weight.T)
+    tokens, sampled = sample(logits, batch, impl)
+    for nbytes in (1, 1 << 27):
+        monkeypatch.setattr(token_scores_module, "SLICE_BYTES", nbytes)
+        assert torch.equal(token_scores(hidden, weight, tokens, 0.7, impl)[0], sampled)
+    assert torch.equal(logit_scores(logits[2:5], tokens[2:5], 0.7, impl)[0], sampled[2:5])
 
 
 @pytest.mark.gpu

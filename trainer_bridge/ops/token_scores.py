@@ -3,6 +3,8 @@
 Logits exist for one slice of the vocabulary at a time. The vocabulary is divided, not the tokens,
 so the gradient of a slice's embeddings is one product over all tokens, rounded once. Sums over the
 slices are only as large as the hidden states.
+
+Log-probabilities have the bits of `rollout.ops.log_softmax`, whatever the slices.
 """
 
 import contextlib
@@ -17,11 +19,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from memsaver.system.devices import Impl, use_triton
+from rollout.ops.log_softmax import (
+    BLOCK,
+    BLOCK_WARPS,
+    ROW_WARPS,
+    block_sum,
+    block_sums,
+    exp_below,
+    exp_under,
+    log_prob,
+    log_prob_of,
+    row_sum,
+    row_sums,
+)
+from trainer_bridge.ops.exact import linear
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
-_MIN_WORDS = 2048  # of a slice; its logits are small against the activations of the same tokens
-_BLOCK = 4096  # words of a program per iteration
-_ALIGNED = 128  # words; aligns rows of logits for loads of tensor cores
+_GRADIENTS = 4096  # words of a program that computes gradients
 
 
 def token_scores(
@@ -56,7 +70,7 @@ class _TokenScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            reduce_logits(hidden @ weight[start:stop].T, target, start, temperature, impl)
+            reduce_logits(_logits(hidden, weight[start:stop]), target, start, temperature, impl)
             for start, stop in _slices(hidden, weight)
         ]
         return _scores(ctx, (hidden, weight, target), parts, temperature, impl)
@@ -103,17 +117,16 @@ def _scores(
 
     `ctx` keeps the inputs and the norm for `logits_to_gradient`.
     """
-    peak, mass, fall, chosen = torch.stack(parts, 1).unbind()
-    top = peak.amax(0)
-    share = (peak - top).exp()
-    fall = ((fall + (top - peak) * mass) * share).sum(0)
-    mass = (mass * share).sum(0)
-    # Keep them apart: their sum would be rounded to the precision of the largest logit.
-    norm = top, mass.log(), fall / mass
+    # The norm's parts stay apart: their sum would be rounded to the precision of the largest logit.
+    logprob, entropy, *norm = combine_blocks(torch.cat(parts, 2), impl).unbind()
     ctx.save_for_backward(*inputs, *norm)
     ctx.temperature, ctx.impl = temperature, impl
     ctx.set_materialize_grads(False)
-    return chosen.amax(0) - top - norm[1], norm[1] + norm[2]
+    return logprob, entropy
+
+
+def _logits(hidden: Tensor, words: Tensor) -> Tensor:
+    return linear(hidden, words, None)
 
 
 def _inputs(
@@ -127,7 +140,7 @@ def _inputs(
 def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (first word, end) of each slice of the vocabulary."""
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
-    width = max(_MIN_WORDS, SLICE_BYTES // row // _ALIGNED * _ALIGNED)
+    width = max(1, SLICE_BYTES // row // BLOCK) * BLOCK
     yield from ((start, min(start + width, words)) for start in range(0, words, width))
 
 
@@ -139,35 +152,72 @@ def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
 def reduce_logits(
     logits: Tensor, target: Tensor, start: int, temperature: float, impl: str = "auto"
 ) -> Tensor:
-    """Reduce a slice of logits, [N, words], to four values per token.
+    """Reduce a slice of logits, [N, words], to four values per token and block of words.
 
-    `target` is int64 [N]. The slice begins with word `start` of the vocabulary.
+    `target` is int64 [N]. The slice begins with word `start` of the vocabulary, a multiple of
+    `BLOCK`.
 
     Returns:
-        fp32 [4, N] of z = logits / temperature: the maximum m of each row, the sum of exp(z - m),
-        the sum of exp(z - m) * (m - z), and z of the target, -inf if the slice does not contain it.
+        fp32 [4, N, blocks] of z = logits / temperature: the maximum m of each block, the sum of
+        exp(z - m), the sum of exp(z - m) * (m - z), and z of the target, -inf in other blocks.
     """
+    rows, words = logits.shape
+    blocks = triton.cdiv(words, BLOCK)
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        rows, words = logits.shape
         assert logits.stride(1) == 1 and target.is_contiguous()
-        out = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
-        numbers = logits.stride(0), rows, words, start, temperature
-        with torch.cuda.device_of(logits):
-            _reduce[(rows,)](logits, target, out, *numbers, **_cut(words))
+        out = torch.empty((4, rows, blocks), dtype=torch.float32, device=logits.device)
+        numbers = logits.stride(0), rows, words, blocks, start, temperature
+        if rows:
+            with torch.cuda.device_of(logits):
+                _reduce[(rows, blocks)](
+                    logits, target, out, *numbers, BLOCK=BLOCK, num_warps=BLOCK_WARPS
+                )
         return out
-    z = logits.float() / temperature
-    peak = z.amax(-1)
-    fall = peak[:, None] - z
-    power = (-fall).exp()
+    z, peaks, masses = block_sums(logits.float() / temperature)
+    fall = (peaks[..., None] - z).masked_fill(z == -torch.inf, 0.0)
+    falls = (exp_below(z, peaks[..., None]) * fall).sum(-1)
     at = (target - start)[:, None]
-    inside = (at >= 0) & (at < z.shape[1])
-    chosen = z.gather(1, at.where(inside, 0)).where(inside, -torch.inf)[:, 0]
-    return torch.stack([peak, power.sum(-1), (power * fall).sum(-1), chosen])
+    hit = torch.arange(z.shape[1] * BLOCK, device=z.device) == at
+    chosen = z.masked_fill(~hit.unflatten(1, (-1, BLOCK)), -torch.inf).amax(-1)
+    return torch.stack([peaks, masses, falls, chosen])
 
 
 @reduce_logits.register_fake
 def _(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty((4, len(logits)), dtype=torch.float32)
+    rows, words = logits.shape
+    return logits.new_empty((4, rows, -(-words // BLOCK)), dtype=torch.float32)
+
+
+@torch.library.custom_op("trainer_bridge::combine_blocks", mutates_args=())
+def combine_blocks(parts: Tensor, impl: str = "auto") -> Tensor:
+    """Combine the results of `reduce_logits` for all blocks of the vocabulary, [4, N, blocks].
+
+    Returns:
+        fp32 [5, N]: the target's log-probability, the entropy, and of z over the vocabulary the
+        maximum, the logarithm of the sum of exp(z - maximum), and the mean of maximum - z.
+    """
+    _, rows, blocks = parts.shape
+    if use_triton(impl, parts.device):  # type: ignore[arg-type]
+        assert parts.is_contiguous()
+        out = torch.empty((5, rows), dtype=torch.float32, device=parts.device)
+        if rows:
+            power = triton.next_power_of_2(blocks)
+            with torch.cuda.device_of(parts):
+                _combine[(rows,)](*parts, out, rows, blocks, BLOCKS=power, num_warps=ROW_WARPS)
+        return out
+    peaks, masses, falls, chosen = parts
+    top, total = row_sums(peaks, masses)
+    below = (top[:, None] - peaks).masked_fill(masses == 0, 0.0)
+    share = exp_below(peaks, top[:, None])
+    mean_fall = ((falls + below * masses) * share).double().sum(1) / total
+    log_mass = total.log()
+    scores = [log_prob(chosen.amax(1), top, total), log_mass + mean_fall, top, log_mass, mean_fall]
+    return torch.stack([score.float() for score in scores])
+
+
+@combine_blocks.register_fake
+def _(parts: Tensor, *_: Any) -> Tensor:
+    return parts.new_empty((5, parts.shape[1]))
 
 
 @torch.library.custom_op("trainer_bridge::logits_to_gradient", mutates_args=("logits",))
@@ -224,42 +274,50 @@ def _(*_: Any) -> None:
 
 def _cut(words: int) -> dict[str, int]:
     """Return the compile-time arguments for rows of `words` words."""
-    block = min(_BLOCK, triton.next_power_of_2(words))
+    block = min(_GRADIENTS, triton.next_power_of_2(words))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
-@triton.jit(do_not_specialize=["rows", "start", "temperature"])
+@triton.jit(
+    do_not_specialize=["stride", "rows", "words", "start", "temperature"],
+    do_not_specialize_on_alignment=["logits"],
+)
 def _reduce(  # type: ignore[no-untyped-def]
-    logits, target, out, stride, rows, words, start, temperature, BLOCK: tl.constexpr
+    logits, target, out, stride, rows, words, blocks, start, temperature, BLOCK: tl.constexpr
 ):
-    """Reduce one row, as program (row).
+    """Reduce a block of a row, as program (row, block)."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    z, peak, power, mass = block_sum(logits + row * stride, temperature, block, words, BLOCK)
+    fall = tl.sum(power * (peak - tl.where(power > 0, z, peak)), 0)
+    hit = block * BLOCK + tl.arange(0, BLOCK) == tl.load(target + row) - start
+    to, apart = out + row * blocks + block, rows.to(tl.int64) * blocks
+    tl.store(to, peak)
+    tl.store(to + apart, mass)
+    tl.store(to + 2 * apart, fall)
+    tl.store(to + 3 * apart, tl.max(tl.where(hit, z, float("-inf")), 0))
 
-    When a block has a larger maximum, the previous sums are rescaled.
-    """
+
+@triton.jit(
+    do_not_specialize=["rows", "blocks"], do_not_specialize_on_alignment=["peaks", "masses"]
+)
+def _combine(  # type: ignore[no-untyped-def]
+    peaks, masses, falls, chosen, out, rows, blocks, BLOCKS: tl.constexpr
+):
+    """Combine the blocks of a row, as program (row)."""
     row = tl.program_id(0).to(tl.int64)
-    source = logits + row * stride
-    # Below every logit, but finite, so that the difference to the first maximum is not NaN.
-    peak, mass, fall = -1e38, 0.0, 0.0
-    for first in range(0, words, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < words
-        z = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-        z = tl.div_rn(z, temperature)
-        top = tl.maximum(peak, tl.max(tl.where(inside, z, -1e38), 0))
-        share = tl.exp(peak - top)
-        fall = share * (fall + (top - peak) * mass)
-        mass *= share
-        power = tl.where(inside, tl.exp(z - top), 0.0)
-        mass += tl.sum(power, 0)
-        fall += tl.sum(power * (top - z), 0)
-        peak = top
-    word = tl.load(target + row) - start
-    in_slice = (word >= 0) & (word < words)
-    chosen = tl.load(source + word, mask=in_slice, other=float("-inf")).to(tl.float32)
-    tl.store(out + row, peak)
-    tl.store(out + rows + row, mass)
-    tl.store(out + 2 * rows + row, fall)
-    tl.store(out + 3 * rows + row, tl.div_rn(chosen, temperature))
+    block_peak, mass, peak, total = row_sum(peaks, masses, row, blocks, BLOCKS)
+    block = tl.arange(0, BLOCKS)
+    at, inside = row * blocks + block, block < blocks
+    z = tl.max(tl.load(chosen + at, mask=inside, other=float("-inf")), 0)
+    fall = tl.load(falls + at, mask=inside, other=0.0) * exp_under(block_peak, peak)
+    fall += (peak - tl.where(mass > 0, block_peak, peak)) * mass.to(tl.float32)
+    mean_fall = tl.sum(fall.to(tl.float64), 0) / total
+    log_mass = tl.log(total)
+    tl.store(out + row, log_prob_of(z, peak, total).to(tl.float32))
+    tl.store(out + rows + row, (log_mass + mean_fall).to(tl.float32))
+    tl.store(out + 2 * rows + row, peak)
+    tl.store(out + 3 * rows + row, log_mass.to(tl.float32))
+    tl.store(out + 4 * rows + row, mean_fall.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["start", "temperature"])

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trainer_bridge.config import CorrectionConfig, Level
+from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.training.batch import SequenceBatch
 from trainer_bridge.training.token_numbers import Numbers, PerToken, flat, log_ratios
 
@@ -152,6 +153,19 @@ def figures_of_first_update(batch: SequenceBatch, own: PerToken) -> dict[str, fl
     lengths = list(map(len, own))
     corrected = correct(flat(batch.rollout_logprobs), flat(own), lengths, CorrectionConfig())
     return corrected.figures | reference_figures(own, batch.ref_logprobs)
+
+
+def unequal_tokens(batch: SequenceBatch, own: PerToken) -> UnequalTokens | None:
+    """Compare the bits of `rollout_logprobs` with `own`, and return what differs."""
+    assert batch.rollout_logprobs is not None
+    first: tuple[int, int, float, float] | None = None
+    count = 0
+    for number, (before, after) in enumerate(zip(batch.rollout_logprobs, own, strict=True)):
+        places = np.flatnonzero(np.asarray(before, np.float32) != np.asarray(after, np.float32))
+        count += len(places)
+        if len(places) and first is None:
+            first = number, int(places[0]), before[places[0]], after[places[0]]
+    return None if first is None else UnequalTokens(count, *first)
 
 
 def _log_ratios(rollout: ArrayLike, trainer: ArrayLike) -> Numbers:

@@ -54,6 +54,10 @@ class AttentionConfig(MixerConfig):
             check_option(self, key, even, "must be even for rotary embeddings")
 
     @property
+    def plain(self) -> bool:  # type: ignore[override]
+        return not self.output_gate
+
+    @property
     def query_rows(self) -> int:
         """Return the rows of q_proj, counted in heads: one per query, another per output gate."""
         return self.num_heads * (2 if self.output_gate else 1)

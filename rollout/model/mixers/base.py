@@ -52,6 +52,7 @@ class MixerConfig(ABC):
     """Base class of mixer configurations, which have no weights yet."""
 
     capturable = True  # whether a CUDA graph can capture a decode step
+    plain = False  # whether this is grouped-query attention without an output gate
 
     @abstractmethod
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:

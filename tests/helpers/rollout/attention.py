@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from memsaver.system.devices import use_triton
 from rollout.model.mixers.base import AttentionPlan
@@ -39,3 +42,18 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale:
     else:
         triton_attention(q, stored, plan, scale, out)
     return out
+
+
+def round_products_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter compute products in fp64, rounded to fp32.
+
+    numpy's fp32 products of few rows have other bits than those of many rows. Rounded from fp64,
+    they have the same, as on tensor cores.
+    """
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+        summed = product.astype(np.float32) + d.data
+        return interpreter.TensorHandle(summed, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -1,0 +1,165 @@
+"""Times of the engine's attention, and of a training step with and without `exact`.
+
+`python -m benchmarks.bench_exact`. Case `attention` times one layer of the 0.5B and 7B shapes,
+decode in a CUDA graph; it runs on any commit, to compare two. Case `step` times one update of
+64 answers with `TrainerConfig.exact` and without, and the pass over the answers that `exact` saves.
+Every number is a median.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import (
+    Scale,
+    fields_of,
+    make_scale,
+    median_ms,
+    parser,
+    report,
+    settle,
+    write_config,
+)
+from rollout.ops.torch_attention import BatchShape, StoredKV
+from rollout.ops.triton_attention import plan_decode, plan_triton, triton_attention
+from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
+
+HEADS = {64: (14, 2), 128: (28, 4)}  # by width: query heads and KV heads
+LENGTHS, BATCHES = (200, 4_000, 32_000), (1, 256)
+MOST_PREFILL = 1 << 18  # tokens of a prefill batch
+LAYERS = 20  # launches in a timed run
+SHAPES = {"qwen2.5-0.5b": None, "qwen2.5-7b": 6}  # layers; None: all
+
+
+def attention_rows(scale: Scale) -> Iterator[tuple[str, float]]:
+    """Yield each case and its microseconds per layer."""
+    lengths, batches = ((20,), (2,)) if scale.tiny else (LENGTHS, BATCHES)
+    for width, (heads, kv_heads) in HEADS.items():
+        for length in lengths:
+            for batch in batches:
+                settle(scale.device)
+                kv = torch.randn(
+                    2, batch * length, kv_heads, width, dtype=torch.bfloat16, device=scale.device
+                )
+                stored = StoredKV(k=kv[0], v=kv[1])
+                numbers = torch.arange(batch * length, dtype=torch.int32, device=scale.device)
+                table = numbers.view(batch, length)
+                name = f"width {width}, {batch} x {length:,} tokens"
+                yield f"decode, {name}", _decode(scale, stored, table, heads)
+                if (fit := max(1, MOST_PREFILL // length)) >= batch or batch > 1:
+                    count = min(batch, fit)
+                    name = f"width {width}, {count} x {length:,} tokens"
+                    yield f"prefill, {name}", _prefill(scale, stored, table[:count], heads)
+
+
+def _decode(scale: Scale, stored: StoredKV, table: torch.Tensor, heads: int) -> float:
+    batch, length = table.shape
+    q = torch.randn(batch, heads, stored.k.shape[-1], device=scale.device).to(stored.k.dtype)
+    out = torch.empty_like(q)
+    rows = torch.arange(batch, device=scale.device)
+    plan = plan_decode(rows, torch.full_like(rows, length - 1), table)
+
+    def layers() -> None:
+        for _ in range(1 if scale.tiny else LAYERS):
+            triton_attention(q, stored, plan, q.shape[-1] ** -0.5, out)
+
+    layers()
+    run: Callable[[], object] = layers
+    if scale.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        run = graph.replay
+    return _microseconds(scale, run)
+
+
+def _prefill(scale: Scale, stored: StoredKV, table: torch.Tensor, heads: int) -> float:
+    batch, length = table.shape
+    shape = (batch * length, heads, stored.k.shape[-1])
+    q = torch.randn(shape, dtype=stored.k.dtype, device=scale.device)
+    out, lengths = torch.empty_like(q), [length] * batch
+    sizes = BatchShape(rows=range(batch), q_lens=lengths, kv_lens=lengths, num_decode=0)
+    plan = plan_triton(sizes, table)
+
+    def layers() -> None:
+        for _ in range(1 if scale.tiny else LAYERS):
+            triton_attention(q, stored, plan, q.shape[-1] ** -0.5, out)
+
+    return _microseconds(scale, layers)
+
+
+def _microseconds(scale: Scale, run: Callable[[], object]) -> float:
+    ms = median_ms(run, repeats=scale.choose(9, 1), warmup=scale.choose(2, 0))
+    return 1e3 * ms / (1 if scale.tiny else LAYERS)
+
+
+def step_rows(scale: Scale) -> Iterator[tuple[str, float]]:
+    """Yield each case and its milliseconds."""
+    for shape, layers in list(SHAPES.items())[: scale.choose(len(SHAPES), 1)]:
+        for exact in (False, True):
+            with _trainer(scale, shape, layers, exact) as trainer:
+                batch = _batch(scale, trainer.model.config.vocab_size)
+                runs: dict[str, Callable[[], Any]] = {
+                    "update": lambda trainer=trainer, batch=batch: trainer.update_actor(batch),
+                    "log-probabilities": lambda trainer=trainer, batch=batch: (
+                        trainer.compute_log_prob(batch)
+                    ),
+                }
+                for name, run in runs.items():
+                    label = f"{name}, {shape}, {'exact' if exact else 'plain'}"
+                    yield label, median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
+
+
+@contextmanager
+def _trainer(scale: Scale, shape: str, layers: int | None, exact: bool) -> Iterator[Trainer]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), fields_of(scale, shape, layers))
+        config = TrainerConfig(
+            model_path=folder, random_init=True, param_dtype="bfloat16", micro_batch_size=8,
+            activation_checkpointing="layers", device=str(scale.device), exact=exact,
+        )  # fmt: skip
+        trainer = Trainer(config)
+        yield trainer
+        trainer.close()
+        trainer.saver.close()
+    settle(scale.device)
+
+
+def _batch(scale: Scale, vocab: int) -> SequenceBatch:
+    rng = random.Random(0)
+    count, prompt, answer = (4, 6, 5) if scale.tiny else (64, 256, 768)
+    drawn = [[rng.randrange(vocab) for _ in range(prompt + answer)] for _ in range(count)]
+    return SequenceBatch(
+        prompt_ids=[ids[:prompt] for ids in drawn],
+        response_ids=[ids[prompt:] for ids in drawn],
+        old_logprobs=[[-10.0] * answer for _ in drawn],
+        advantages=[rng.gauss(0, 1) for _ in drawn],
+    )
+
+
+CASES = {"attention": (attention_rows, "us"), "step": (step_rows, "ms")}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parser(__doc__, CASES).parse_args(arguments)
+    scale = make_scale(args)
+    results: dict[str, dict[str, float]] = {}
+    rows = list[list[object]]()
+    for case in args.cases:
+        measure, unit = CASES[case]
+        results[case] = {}
+        for name, value in measure(scale):
+            results[case][name] = value
+            rows.append([name, f"{value:,.1f} {unit}"])
+    report("bench_exact", ["what", "time"], rows, results, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Runs of the tiny recipe with `exact`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from recipes.config.load import load
+from recipes.errors import RecipeError
+from recipes.run import continue_run, start_run
+from tests.helpers.recipes.tiny_runs import MakeRun, rows, same_rows
+from tests.helpers.trainer_bridge.states import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+SMALL = ("grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "eval.every=0", "exact=true")
+SMALL += (
+    "trainer.learning_rate=0.01",
+    "task.rewards=[tests.helpers.recipes.reward_functions:kept]",
+)
+SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0")
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    (file,) = (folder / "exports" / "step_3").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_step_is_exact_and_weights_do_not_depend_on_the_engines_batches(
+    dtype: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    words = (*SMALL, f"model.dtype={dtype}", "steps=3")
+    folder = make_run("tiny", *words)
+    steps = rows(folder, "train")
+    assert len(steps) == 3
+    for row in steps:
+        assert row["unequal_tokens"] == row["mismatch_max"] == 0 < row["grad_norm"]
+        assert "compute_log_prob" not in row["stages"]
+    start_run(
+        "tiny", (*words, "engine.max_running=3", "engine.max_prefill_tokens=16"), tmp_path / "run"
+    )
+    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+
+
+def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("tiny", *SMALL, "model.dtype=float32", "steps=3")
+    start_run("tiny", (*SMALL, "model.dtype=float32", "steps=2"), tmp_path / "run")
+    continue_run(tmp_path / "run", None, ["steps=3"])
+    assert same_rows(folder, tmp_path / "run")
+    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("lora.rank=8", "lora.rank=8: rounds, and exact=true compares bits"),
+        ("engine.kv_cache_dtype=fp8_e4m3", "engine.kv_cache_dtype=fp8_e4m3: rounds"),
+        ("engine.kind=vllm", "engine.kind=vllm: computes other bits than exact=true promises"),
+        ("grpo.epochs=2", "grpo.epochs=2: excludes exact=true"),
+        ("correction.mode=decoupled", "correction.mode=decoupled: has nothing to correct"),
+    ],
+)
+def test_settings_that_change_bits_are_refused(words: str, rule: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("tiny", ["exact=true", *words.split()])
+    assert rule in str(caught.value)

@@ -1,0 +1,182 @@
+"""An exact trainer computes the bits of the engine's log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Completion, DoubleSparsity, Engine, EngineConfig, SamplingParams
+from tests.helpers.case_selection import some
+from tests.helpers.models import save_tiny
+from trainer_bridge import LoraConfig, SequenceBatch, Trainer, TrainerConfig
+from trainer_bridge.errors import UnequalTokens
+from trainer_bridge.ops.token_scores import score_in_head
+from trainer_bridge.training.exact import foreign_operations, make_exact
+from trainer_bridge.training.model import meta_model
+
+HEAT = 0.7
+SPARSE = DoubleSparsity(heavy_channel_num=2, heavy_token_num=4)
+FAMILIES = some(
+    ("llama", "float32", {"tie_word_embeddings": True}),
+    ("qwen2", "bfloat16", {}),
+    whole=[
+        ("llama", "bfloat16", {}),
+        ("qwen2", "float32", {}),
+        ("qwen3", "float32", {}),
+        ("qwen3", "bfloat16", {}),
+        ("mistral", "float32", {"sliding_window": 37}),
+    ],
+)
+
+
+def prompts_of(lengths: tuple[int, ...], vocab: int = 199) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def sampled(path: Path, prompts: list[list[int]], dtype: str, **options: Any) -> list[Completion]:
+    settings = {"kv_tokens": 8192, "page_size": 4, "max_prefill_tokens": 512, "exact": True}
+    settings |= options
+    engine = Engine.from_pretrained(path, dtype=getattr(torch, dtype), **settings)
+    asked = SamplingParams(max_tokens=12, temperature=HEAT, n=2, seed=5)
+    answers = engine.generate(prompts, asked)
+    engine.saver.close()
+    return [completion for group in answers for completion in group]
+
+
+def batch_of(prompts: list[list[int]], answers: list[Completion]) -> SequenceBatch:
+    return SequenceBatch(
+        prompt_ids=[prompt for prompt in prompts for _ in range(2)],
+        response_ids=[answer.token_ids for answer in answers],
+        rollout_logprobs=[answer.logprobs for answer in answers],
+        advantages=[1.0 if number % 3 else -1.0 for number in range(len(answers))],
+        temperature=HEAT,
+    )
+
+
+def trainer_of(path: Path, dtype: str = "float32", **changes: Any) -> Trainer:
+    options = {"exact": True, "micro_batch_size": 3, "threads": 1, "learning_rate": 1e-2, **changes}
+    return Trainer(TrainerConfig(model_path=str(path), param_dtype=dtype, **options))
+
+
+LENGTHS = (3, 130, 257, 40)
+
+
+@pytest.mark.parametrize(("family", "dtype", "fields"), FAMILIES)
+def test_trainer_and_engine_compute_the_same_bits_however_they_batch(
+    family: str, dtype: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family, **fields)
+    prompts = prompts_of(LENGTHS)
+    answers = sampled(tmp_path, prompts, dtype)
+    for options in (
+        {"max_prefill_tokens": 50, "prefix_cache": False},
+        {"max_running": 1},
+        {"kv_tokens": 320, "max_running": 3},  # samples are preempted
+    ):
+        again = sampled(tmp_path, prompts, dtype, **options)
+        assert [a.token_ids for a in again] == [a.token_ids for a in answers], options
+        assert [a.logprobs for a in again] == [a.logprobs for a in answers], options
+    batch = batch_of(prompts, answers)
+    for size, checkpointing in ((1, "none"), (8, "mlp")):
+        trainer = trainer_of(
+            tmp_path, dtype, micro_batch_size=size, activation_checkpointing=checkpointing
+        )
+        assert trainer.compute_log_prob(batch) == batch.rollout_logprobs
+        figures = trainer.update_actor(batch)
+        assert figures["unequal_tokens"] == figures["mismatch_max"] == 0
+        trainer.close()
+        trainer.saver.close()
+
+
+def test_update_with_other_bits_changes_nothing_and_names_the_token(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3")
+    prompts = prompts_of((5, 9))
+    batch = batch_of(prompts, sampled(tmp_path, prompts, "float32"))
+    assert batch.rollout_logprobs is not None
+    logprobs = [[*values] for values in batch.rollout_logprobs]
+    logprobs[2][4] += 2**-21  # nats
+    wrong = dataclasses.replace(batch, rollout_logprobs=logprobs)
+    trainer = trainer_of(tmp_path)
+    before = [param.clone() for param in trainer.model.parameters()]
+    with pytest.raises(UnequalTokens, match="of 1 tokens differ, first of token 4 of sequence 2"):
+        trainer.update_actor(wrong)
+    assert all(map(torch.equal, trainer.model.parameters(), before)) and trainer.step == 0
+    trainer.config = dataclasses.replace(trainer.config, exact="warn")
+    assert trainer.update_actor(wrong)["unequal_tokens"] == 1
+    trainer.close()
+    trainer.saver.close()
+
+
+def test_gradients_are_those_of_the_plain_forward(tmp_path: Path) -> None:
+    """Compare gradients of both forwards in fp32.
+
+    Both round each of some 100 operations in a row once, and sums of up to 200 terms as often; 1e-4
+    of the largest gradient of a parameter is 800 units of rounding.
+    """
+    save_tiny(tmp_path, "qwen3")
+    prompts = prompts_of((3, 140))
+    batch = batch_of(prompts, sampled(tmp_path, prompts, "float32"))
+    gradients = []
+    for exact in (True, False):
+        trainer = trainer_of(tmp_path, exact=exact, learning_rate=0.0, max_grad_norm=None)
+        kept: list[torch.Tensor] = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda optimizer, *_, kept=kept: kept.extend(
+                param.grad.full_tensor().clone() for param in optimizer.param_groups[0]["params"]
+            )
+        )
+        trainer.update_actor(batch)
+        gradients.append(kept)
+        trainer.close()
+        trainer.saver.close()
+    for ours, plain in zip(*gradients, strict=True):
+        limit = 1e-4 * plain.abs().max().item()
+        torch.testing.assert_close(ours, plain, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "rule"),
+    [
+        ("granite", {}, "is for llama, mistral, qwen2, qwen3, and this is granite"),
+        ("qwen3_moe", {}, "and this is qwen3_moe"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ],
+)
+def test_exact_refuses_other_models(
+    family: str, fields: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family, **fields)
+    with pytest.raises(ValueError, match=rule):
+        trainer_of(tmp_path)
+
+
+def test_probe_names_operations_that_are_not_the_engines(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3")
+    config = TrainerConfig(model_path=str(tmp_path))
+    model: Any = meta_model(config)
+    score_in_head(model)
+    make_exact(model, config)
+    norm = model.get_decoder().norm
+    norm.forward = type(norm).forward.__get__(norm)
+    assert {"pow", "mean", "rsqrt"} <= foreign_operations(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_dtype": "fp8_e4m3"}, {"double_sparsity": SPARSE}, {"tensor_parallel_size": 2}],
+)
+def test_engine_refuses_options_with_other_bits(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="has other bits than an exact trainer; use exact=False"):
+        EngineConfig(exact=True, **options)
+
+
+def test_trainer_refuses_adapters() -> None:
+    lora = LoraConfig(rank=8, alpha=8.0, target_modules=("q_proj",))
+    with pytest.raises(ValueError, match="exact=True: excludes adapters"):
+        TrainerConfig(model_path="m", exact=True, lora=lora)

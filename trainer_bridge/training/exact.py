@@ -1,0 +1,176 @@
+"""A model of transformers whose forward has the engine's bits.
+
+The modules stay, so that FSDP, checkpointing and the sync work as always. What they compute is
+exchanged: linear layers, norms, activation, rotary tables and attention become the engine's
+operations. Embedding, rotation and residual additions are elementwise or copies, and have the same
+bits everywhere. A probe refuses a model with any other operation.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.model import inverse_frequencies, load_model_config
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.ops import exact
+from trainer_bridge.ops.token_scores import ScoringHead
+from trainer_bridge.training.packing import Packing
+
+ATTENTION = "exact"
+"""Name under which `make_exact` registers `exact_attention` with transformers."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_SAME_BITS = {
+    "add", "mul", "neg", "embedding", "empty",
+    "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
+    "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "_unsafe_view", "view",
+}  # fmt: skip
+_probing: list[bool] = []  # whether an operation of the engine runs, for each level of the probe
+
+
+def make_exact(model: Any, config: TrainerConfig) -> None:
+    """Exchange the operations of a meta model for those of the engine.
+
+    Raises:
+        ValueError: The model's family or any of its operations is not supported.
+    """
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise _refusal(f"is for {', '.join(FAMILIES)}, and this is {kind}")
+    if not isinstance(model.get_output_embeddings(), ScoringHead):
+        raise _refusal("needs a plain output embedding")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, exact_attention)
+    model.set_attn_implementation(ATTENTION)
+    model.packs = model.exact = True
+    mixer: Any = load_model_config(config.model_dir).mixers[0]
+    width = mixer.rotary_dim or mixer.head_dim
+    for name, module in model.get_decoder().named_modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+        elif type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+        elif name.endswith("rotary_emb"):
+            frequencies = inverse_frequencies(mixer.rope, width)
+            module.forward = partial(_rotary, frequencies, mixer.rope.table_scale)
+        elif hasattr(module, "act_fn"):
+            module.act_fn = _Activation()
+    if found := foreign_operations(model):
+        raise _refusal(f"does not know operations of this model: {', '.join(sorted(found))}")
+
+
+def _refusal(why: str) -> ValueError:
+    return ValueError(f"TrainerConfig.exact {why}; set it to False")
+
+
+@contextlib.contextmanager
+def exact_passes(model: Any, device: torch.device) -> Iterator[None]:
+    """Run products of an exact model's passes, recomputed ones too, as the engine's."""
+    if not is_exact(model):
+        yield
+        return
+    with exact.engine_products(device):
+        yield
+
+
+def is_exact(model: Any) -> bool:
+    """Return whether `make_exact` has exchanged the model's operations."""
+    return getattr(model, "exact", False)
+
+
+def exact_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    packing: Packing,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute `ops.exact.attention` by the interface of transformers, see `packed_attention`."""
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    with _own():
+        out = exact.attention(q, k, v, packing.sequences, scaling, sliding_window)
+    return out[None], None
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    with _own():
+        return exact.linear(x, layer.weight, layer.bias)
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    with _own():
+        return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+@torch.no_grad()
+def _rotary(
+    frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of the engine's rotary tables at positions [1, T], both [1, T, D]."""
+    with _own():
+        angles = position_ids[..., None].float() * frequencies.to(x.device)
+        cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+class _Activation(nn.Module):
+    """The SiLU of the engine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with _own():
+            return exact.silu(x)
+
+
+@contextlib.contextmanager
+def _own() -> Iterator[None]:
+    """Tell the probe that operations inside the block are the engine's."""
+    if not _probing:
+        yield
+        return
+    _probing.append(True)
+    try:
+        yield
+    finally:
+        _probing.pop()
+
+
+class _OperationProbe(TorchDispatchMode):
+    """Record the names of operations that are neither the engine's nor sure to have its bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if not _probing[-1] and name not in _SAME_BITS:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def foreign_operations(model: Any) -> set[str]:
+    """Return the operations of a meta model's decoder that are not those of the engine."""
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32, device="meta")
+    positions = torch.zeros((1, 5), dtype=torch.int64, device="meta")
+    packing = Packing((3, 2), bounds, positions)
+    ids = torch.zeros((1, 5), dtype=torch.int64, device="meta")
+    forward: Callable[..., Any] = model.get_decoder()
+    _probing.append(False)
+    try:
+        with torch.no_grad(), _OperationProbe() as recorder:
+            forward(input_ids=ids, packing=packing, position_ids=positions, use_cache=False)
+    finally:
+        _probing.pop()
+    return recorder.found
