@@ -38,7 +38,7 @@ WIDTH = 64
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ASKED = ["logprobs", "both", "entropy"]  # scores that a loss depends on
 # (tokens, words, bytes of a slice); 1 byte gives the smallest slices, here three.
-SHAPES = some((5, 4999, 1), (3, 300, 1 << 27), whole=[(37, 5120, 1), (0, 300, 1), (1, 2049, 1)])
+SHAPES = some((5, 4999, 1), (0, 300, 1), whole=[(37, 5120, 1), (3, 300, 1 << 27), (1, 2049, 1)])
 REAL = some((2, 49152, 1 << 16), whole=[(3, 151936, 1 << 18)])
 LARGE = [(700, 151936, 1 << 27), (513, 49152, 1 << 24), (37, 50257, 1), (1, 151936, 1 << 27)]
 

@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     count = len(rows)
     if x.is_cuda and count < MIN_ROWS:
         rows = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
-    return engine_linear(rows, weight, bias)[:count].view(*x.shape[:-1], -1)
+    return engine_linear(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
