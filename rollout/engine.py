@@ -668,6 +668,6 @@ def _context_len(model: ModelConfig, config: EngineConfig) -> int:
 def _check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise a ValueError if a trainer cannot compute the bits of this model."""
     if not model.is_plain:
-        raise ValueError("exact=True is for dense models with plain attention; use exact=False")
+        raise ValueError("exact=True is for models with plain attention; use exact=False")
     if device.type == "cuda" and dtype == torch.float32:
         raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")

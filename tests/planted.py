@@ -195,6 +195,20 @@ BUGS = [
         "            pass",
     ),
     Bug(
+        "experts with equal scores are ordered by descending id",
+        "rollout/ops/experts.py",
+        "rollout/test_experts.py",
+        "return scores.sort(dim=-1, descending=True, stable=True)",
+        "return scores.size(-1) - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True)",
+    ),
+    Bug(
+        "an exact trainer leaves the routers to transformers",
+        "trainer_bridge/training/exact.py",
+        "trainer_bridge/test_exact.py",
+        "        router.forward = partial(_route, mlp, router)",
+        "        pass",
+    ),
+    Bug(
         "an update ignores log-probabilities that differ from the rollout's",
         "trainer_bridge/trainer.py",
         "trainer_bridge/test_exact.py",

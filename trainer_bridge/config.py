@@ -277,8 +277,9 @@ class TrainerConfig:
             The critic's optimizer stays on the device.
         exact: Compute the policy's forward by the engine's operations, and compare the bits of its
             log-probabilities in updates with `rollout_logprobs`. A difference raises
-            `UnequalTokens` before anything changes; "warn" only counts it. For dense models of the
-            families llama, mistral, qwen2 and qwen3, without adapters; on a GPU in half precision.
+            `UnequalTokens` before anything changes; "warn" only counts it. For models of the
+            families llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe, without adapters; on a GPU
+            in half precision.
         leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
             copies when it is built, overlapped with other work.
     """

@@ -67,8 +67,7 @@ class Recipe:
             trackio, swanlab, prometheus, prometheus:PORT, or package.module:function.
         samples: Answers of each step and evaluation in samples.jsonl and in the trackers; 0: none.
         exact: Whether rollout and trainer compute the same bits, which updates check: true stops
-            the run at a difference, warn only counts unequal_tokens. For dense models without
-            adapters.
+            the run at a difference, warn only counts unequal_tokens. For models without adapters.
         driver: Either inprocess (one device, in the process of the command) or ray (actors).
         device: One of auto (cuda:0 if there is a GPU, else cpu), cpu, cuda and cuda:N.
         seed: Seed of prompts, samples and random weights.

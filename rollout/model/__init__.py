@@ -1,6 +1,12 @@
 """Decoder models: checkpoint configuration, parameters of each rank, layers."""
 
-from rollout.model.decoder import ModelConfig, rank_groups, rank_layout, whole_manifest
+from rollout.model.decoder import (
+    ExpertsConfig,
+    ModelConfig,
+    rank_groups,
+    rank_layout,
+    whole_manifest,
+)
 from rollout.model.loading import (
     checkpoint_files,
     expert_routing,
@@ -15,6 +21,7 @@ from rollout.ops.experts import Routing
 from rollout.weights.params import Stored, is_unused, spellings
 
 __all__ = [
+    "ExpertsConfig",
     "ModelConfig",
     "Routing",
     "Stored",

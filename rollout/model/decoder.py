@@ -250,9 +250,8 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all layers have plain grouped-query attention and a gated MLP."""
-        plain = all(mixer.plain for mixer in self.mixers)
-        return plain and all(isinstance(mlp, GatedConfig) for mlp in self.mlps)
+        """Return whether all layers have plain grouped-query attention."""
+        return all(mixer.plain for mixer in self.mixers)
 
     def with_fp32_routers(self) -> ModelConfig:
         """Return this model with router products and expert weights in fp32."""

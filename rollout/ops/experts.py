@@ -1,5 +1,8 @@
 """Mixture of experts: selection of a token's experts, and their computation in torch or Triton.
 
+In both, the bits of a token do not depend on the other tokens of a call. Experts with equal scores
+are ordered by id, which `torch.topk` does not promise.
+
 The Triton path sorts pairs (token, choice) by expert, computes the first product with the
 activation, the second product, and the weighted sum; it uses no atomics. The pairs of an expert
 are divided into blocks, and a program computes a block's rows with that expert's weights. The
@@ -12,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.row_wise import gated, silu_mul
+from rollout.ops.row_wise import accurate_exp, gated, linear, silu_mul
 
+_ROUTED = 4  # tokens of a program that selects experts
 _TILE = 16384  # elements of a program's table of pairs and experts
 _CHUNKS = 128  # approximate number of programs that sort
 _FEW = 4096  # up to this many pairs, each program counts all of them, which saves a kernel
@@ -41,22 +44,26 @@ class Routing:
     judges: int = 1
     scale: float = 1.0  # factor of the weights
 
-    def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, logits: Tensor, bias: Tensor | None = None, impl: Impl = "auto"
+    ) -> tuple[Tensor, Tensor]:
         """Select experts and compute their weights from a router's logits [T, E].
 
-        `bias`, fp32 [E], is added to the scores that select experts, not to their weights. Ties are
-        resolved by `torch.topk`, as in transformers. The method only launches work and never
+        `bias`, fp32 [E], is added to the scores that select experts, not to their weights. Experts
+        are ordered by score, descending, then by id. The method only launches work and never
         synchronizes.
 
         Returns:
             Experts int64 [T, top_k], best first, and their weights fp32 [T, top_k].
         """
+        compared = None
+        if bias is not None or self.top_groups < self.groups:
+            compared = self._compared(logits, bias)
+        if use_triton(impl, logits.device):
+            return self._choose_triton(logits, compared)
         scores = self._scores(logits)
-        compared = scores if bias is None else scores + bias
-        if self.top_groups < self.groups:
-            compared = self._in_best_groups(compared)
-        best, ids = compared.topk(self.top_k, dim=-1)
-        return ids, self._weights(best if compared is scores else scores.gather(-1, ids))
+        ids = _highest(scores if compared is None else compared, self.top_k)
+        return ids, self._weights(scores.gather(-1, ids))
 
     def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Compute the fp32 weights of experts `ids`, int64 [T, top_k], as `choose` does."""
@@ -73,12 +80,38 @@ class Routing:
             scores = scores / (total + 1e-20 if self.sigmoid else total)
         return scores if self.scale == 1 else scores * self.scale
 
-    def _in_best_groups(self, scores: Tensor) -> Tensor:
+    def _compared(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Return scores with the bias, -inf outside of the best groups, fp32 [T, E]."""
+        scores = self._scores(logits)
+        scores = scores if bias is None else scores + bias
+        if self.top_groups == self.groups:
+            return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
         judged = grouped.topk(self.judges, dim=-1).values.sum(-1)
-        best = judged.topk(self.top_groups, dim=-1).indices
-        out = torch.ones_like(judged, dtype=torch.bool).scatter(-1, best, False)
+        out = torch.ones_like(judged, dtype=torch.bool)
+        out = out.scatter(-1, _highest(judged, self.top_groups), False)
         return grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _choose_triton(self, logits: Tensor, compared: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens, experts = logits.shape
+        ids = torch.empty((tokens, self.top_k), dtype=torch.int64, device=logits.device)
+        weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+        if tokens:
+            logits = logits.contiguous()
+            with torch.cuda.device_of(logits):
+                _choose[(triton.cdiv(tokens, _ROUTED),)](
+                    logits, logits if compared is None else compared, ids, weights, tokens, experts,
+                    float(self.scale), COMPARED=compared is not None, SIGMOID=self.sigmoid,
+                    NORMALISE=self.normalise, TOP_K=self.top_k, ROWS=_ROUTED,
+                    EXPERTS=triton.next_power_of_2(experts),
+                    CHOICES=triton.next_power_of_2(self.top_k), enable_fp_fusion=False,
+                )  # fmt: skip
+        return ids, weights
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` highest scores of each row, best first, then by place."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def mix_experts(
@@ -91,13 +124,14 @@ def mix_experts(
     *,
     first: int = 0,
     total: int | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Sum weights[t, j] * down[e] @ silu_mul(gate_up[e] @ x[t]) over j, where e = ids[t, j].
 
     Rounding points are the same as in transformers' `grouped_mm` and `batched_mm`: products are
     rounded to x's dtype, the weighted product to the wider of both dtypes, and the sum is fp32.
-    In the kernels, a token's result depends on no other token, and the launches do not depend on
-    `ids`. The reference synchronizes to read `ids`.
+    A token's result depends on no other token. The launches of the kernels do not depend on `ids`;
+    the reference synchronizes to read `ids`.
 
     Args:
         x: Contiguous [T, H].
@@ -108,6 +142,8 @@ def mix_experts(
         impl: Implementation; "auto" uses Triton on a GPU.
         first: Number of the first held expert; pairs of experts that are not held contribute 0.
         total: Number of experts of the model; None if all are held.
+        kept: [T * k, 2I] of x's dtype, to which the kernels write gate_up[e] @ x[t], sorted by
+            expert, then by token; None writes nothing.
 
     Returns:
         Contiguous [T, H] of x's dtype.
@@ -115,12 +151,14 @@ def mix_experts(
     total = len(down) if total is None else total
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
     if not use_triton(impl, x.device):
+        assert kept is None
         products = x.new_zeros((*ids.shape, hidden))
         for expert in set(ids.unique().tolist()) & {*range(first, first + experts)}:
             token, choice = (ids == expert).nonzero(as_tuple=True)
-            act = silu_mul(F.linear(x[token], gate_up[expert - first]), "torch")
-            products[token, choice] = F.linear(act, down[expert - first])
-        return (products * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+            act = silu_mul(linear(x[token], gate_up[expert - first]), "torch")
+            products[token, choice] = linear(act, down[expert - first])
+        terms = (products * weights.unsqueeze(-1)).unbind(1)
+        return functools.reduce(torch.add, terms[1:], terms[0].float()).to(x.dtype)
     assert all(tensor.is_contiguous() for tensor in (x, ids, weights, gate_up, down))
     if not experts:
         return torch.zeros_like(x)
@@ -130,7 +168,7 @@ def mix_experts(
             blocks = product_blocks(ids.numel(), total, x)
             pairs = sort_pairs(ids, experts, blocks.rows, first)
             act = x.new_empty((ids.numel(), inner))
-            _launch(x, gate_up, act, pairs, top_k, blocks, gate=True)
+            _launch(x, gate_up, act, pairs, top_k, blocks, gate=True, kept=kept)
             products = x.new_empty((ids.numel(), hidden))
             _launch(act, down, products, pairs, top_k, blocks, gate=False)
             block = min(1024, triton.next_power_of_2(hidden))
@@ -235,14 +273,72 @@ def sort_pairs(ids: Tensor, experts: int, block_m: int, base: int = 0) -> Pairs:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, pairs: Pairs, top_k: int, blocks: Blocks, gate: bool
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    pairs: Pairs,
+    top_k: int,
+    blocks: Blocks,
+    gate: bool,
+    kept: Tensor | None = None,
 ) -> None:
     most, columns, depth = pairs.blocks.shape[1], out.shape[1], x.shape[1]
     cut = blocks.gate_up if gate else blocks.down
+    # Fusion is for products without tensor cores. The activation has the bits of `silu_mul`.
     _product[(most * triton.cdiv(columns, cut["BLOCK_N"]),)](
-        x, weight, out, pairs.order, pairs.blocks, most, columns, depth,
-        TOP_K=top_k, GATE=gate, EVEN=depth % cut["BLOCK_K"] == 0, BLOCK_M=blocks.rows, **cut,
+        x, weight, out, out if kept is None else kept, pairs.order, pairs.blocks, most, columns,
+        depth, TOP_K=top_k, GATE=gate, KEEP=kept is not None, EVEN=depth % cut["BLOCK_K"] == 0,
+        BLOCK_M=blocks.rows, enable_fp_fusion=cut["WIDE"], **cut,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(  # type: ignore[no-untyped-def]
+    logits, compared, ids, weights, tokens, experts, scale, COMPARED: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALISE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    """Select experts by `compared`, or by their scores, and weight them. Programs: (ROWS tokens).
+
+    See `Routing.choose`. If a logit is NaN, ids are only sure to be in range.
+    """
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (token < tokens)[:, None]
+    token = tl.minimum(token, tokens - 1).to(tl.int64)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    real = expert < experts
+    logit = tl.load(logits + token * experts + expert, mask=real, other=0.0).to(tl.float32)
+    if SIGMOID:
+        score = tl.div_rn(1.0, 1.0 + accurate_exp(-logit))
+    else:
+        top = tl.max(tl.where(real, logit, float("-inf")), 1)
+        power = tl.where(real, accurate_exp(logit - top[:, None]), 0.0)
+        score = tl.div_rn(power, tl.sum(power, 1)[:, None] + tl.zeros_like(power))
+    left = score
+    if COMPARED:
+        left = tl.load(compared + token * experts + expert, mask=real, other=0.0)
+    left = tl.where(real, left, float("-inf"))
+    choice = tl.arange(0, CHOICES)[None, :]
+    chosen = tl.zeros((ROWS, CHOICES), tl.int64)
+    weight = tl.zeros((ROWS, CHOICES), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for number in tl.static_range(TOP_K):
+        value, best = tl.max(left, 1, return_indices=True)  # of equal scores, the lowest index
+        mine = expert == best[:, None]
+        if COMPARED:
+            value = tl.sum(tl.where(mine, score, 0.0), 1)
+        total += value
+        here = choice == number
+        chosen = tl.where(here, tl.minimum(best, experts - 1).to(tl.int64)[:, None], chosen)
+        weight = tl.where(here, value[:, None], weight)
+        left = tl.where(mine, float("-inf"), left)
+    if NORMALISE:
+        if SIGMOID:
+            total += 1e-20
+        weight = tl.div_rn(weight, total[:, None] + tl.zeros_like(weight))
+    stored = inside & (choice < TOP_K)
+    tl.store(ids + token * TOP_K + choice, chosen, mask=stored)
+    tl.store(weights + token * TOP_K + choice, weight * scale, mask=stored)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -328,15 +424,16 @@ def _place(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["most"])
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, out, order, blocks, most, columns, depth, TOP_K: tl.constexpr, GATE: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    x, weight, out, kept, order, blocks, most, columns, depth, TOP_K: tl.constexpr,
+    GATE: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute weight[expert] @ x for the pairs of a block. Programs: (block, columns).
 
     With GATE, x is [T, depth], weight is [E, 2 * columns, depth], and out is silu_mul of both
-    halves, [pairs, columns] in sorted order. Otherwise x is in sorted order and out in the order of
-    pairs. GROUP adjacent blocks are computed together, because they often share weights.
+    halves, [pairs, columns] in sorted order; with KEEP, `kept` gets both halves, [pairs,
+    2 * columns]. Otherwise x is in sorted order and out in the order of pairs. GROUP adjacent
+    blocks are computed together, because they often share weights.
     """
     block, column = _cell(tl.program_id(0), most, tl.cdiv(columns, BLOCK_N), GROUP)
     first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
@@ -372,10 +469,15 @@ def _product(  # type: ignore[no-untyped-def]
         right += BLOCK_K
     dtype = out.dtype.element_ty
     result = total.to(dtype)
+    mask = inside[:, None] & (column < columns)[None, :]
+    if KEEP:
+        to = kept + 2 * target[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(to, result, mask=mask)
+        tl.store(to + columns, up.to(dtype), mask=mask)
     if GATE:
         result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype)
     to = out + target[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(to, result, mask=inside[:, None] & (column < columns)[None, :])
+    tl.store(to, result, mask=mask)
 
 
 @triton.jit

@@ -334,11 +334,11 @@ def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded_silu(gate, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype)
+    return tl.div_rn(gate, 1.0 + accurate_exp(-gate)).to(dtype)
 
 
 @triton.jit
-def _exp(x):  # type: ignore[no-untyped-def]
+def accurate_exp(x):  # type: ignore[no-untyped-def]
     """Return e**x of fp32 x to 2 ulp; tl.exp is off by |x| / 2 ulp as it rounds x * log2(e).
 
     x = n * ln(2) + rest, where ln(2) is a sum of two parts, the first with few enough bits that its

@@ -21,6 +21,9 @@ SMALL += (
     "task.rewards=[tests.helpers.recipes.reward_functions:kept]",
 )
 SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0")
+MIXTURE = ["model.dtype=bfloat16", "model.config.model_type=qwen3_moe", "grpo.router_replay=true"]
+MIXTURE += ["model.config.num_experts=8", "model.config.num_experts_per_tok=2"]
+MIXTURE += ["model.config.moe_intermediate_size=32", "trainer.router_aux_loss_coef=0.001"]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -28,17 +31,18 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("more", [["model.dtype=float32"], ["model.dtype=bfloat16"], MIXTURE])
 def test_every_step_is_exact_and_weights_do_not_depend_on_the_engines_batches(
-    dtype: str, make_run: MakeRun, tmp_path: Path
+    more: list[str], make_run: MakeRun, tmp_path: Path
 ) -> None:
-    words = (*SMALL, f"model.dtype={dtype}", "steps=3")
+    words = (*SMALL, *more, "steps=3")
     folder = make_run("tiny", *words)
     steps = rows(folder, "train")
     assert len(steps) == 3
     for row in steps:
         assert row["unequal_tokens"] == row["mismatch_max"] == 0 < row["grad_norm"]
         assert "compute_log_prob" not in row["stages"]
+    assert steps[0].get("mismatch_max_unreplayed", 0) == 0
     start_run(
         "tiny", (*words, "engine.max_running=3", "engine.max_prefill_tokens=16"), tmp_path / "run"
     )

@@ -153,3 +153,47 @@ def test_routing_selects_most_likely_experts_and_weights_them_by_probability(dev
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
     _, normalised = Routing(top_k=2, normalise=True).choose(logits)
     torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("experts", some(8, 128, whole=[5, 512]))
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_experts_with_equal_scores_are_ordered_by_id(
+    tokens: int, experts: int, impl: Impl, device: str
+) -> None:
+    logits = torch.randint(3, (tokens, experts), generator=torch.Generator().manual_seed(0))
+    ids, _ = Routing(top_k=4, normalise=True).choose(logits.float().to(device), None, impl)
+    for row, chosen in zip(logits.tolist(), ids.tolist(), strict=True):
+        assert chosen == sorted(range(experts), key=lambda expert: (-row[expert], expert))[:4]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(top_k=8, normalise=True),
+        Routing(top_k=3, normalise=False, scale=2.5),
+        Routing(top_k=3, normalise=True, sigmoid=True, groups=4, top_groups=2, judges=2),
+    ],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_kernel_that_selects_experts_equals_reference_and_sees_one_token(
+    routing: Routing, biased: bool, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (4 * torch.randn(37, 24, generator=generator)).to(device)
+    bias = torch.randn(24, generator=generator).to(device) if biased else None
+    ids, weights = routing.choose(logits, bias, "triton")
+    expected = routing.choose(logits, bias, "torch")
+    assert torch.equal(ids, expected[0]) and ids.dtype == expected[0].dtype
+    # an exponential (2 ulp), a sum of 24 terms, two quotients and a product, of 2**-24 each
+    torch.testing.assert_close(weights, expected[1], rtol=2**-19, atol=0)
+    for rows in ([9], list(range(5, 30)), list(reversed(range(37)))):
+        part = routing.choose(logits[rows], bias, "triton")
+        assert torch.equal(part[0], ids[rows]) and torch.equal(part[1], weights[rows])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy
+def test_experts_of_token_without_numbers_exist(device: str) -> None:
+    logits = torch.full((2, 5), torch.nan, device=device)
+    ids, _ = Routing(top_k=3, normalise=True).choose(logits, None, "triton")
+    assert ((ids >= 0) & (ids < 5)).all()

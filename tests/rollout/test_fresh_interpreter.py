@@ -121,14 +121,20 @@ for kernel, constants in FUSED:
 SIZES = dict(CHUNK=32, ROWS=32, EXPERTS=32)
 PLACE = SIZES | dict(BLOCK_M=16, BLOCKS=8)
 SUMS = dict(TOP_K=2, BLOCK=64)
+CHOOSE = dict(TOP_K=8, ROWS=4, EXPERTS=128, CHOICES=8)
+TILE = dict(TOP_K=2, EVEN=True, WIDE=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=128, GROUP=1)
 for kernel, constants in (
+    (experts._choose, CHOOSE | dict(COMPARED=False, SIGMOID=False, NORMALISE=True)),
+    (experts._choose, CHOOSE | dict(COMPARED=True, SIGMOID=True, NORMALISE=True)),
+    (experts._product, TILE | dict(GATE=True, KEEP=True)),
     (experts._count, SIZES),
     (experts._place, PLACE | dict(FEW=0)),
     (experts._place, PLACE | dict(FEW=256)),
     (experts._sum, SUMS | dict(ALL=True)),
     (experts._sum, SUMS | dict(ALL=False)),
 ):
-    types = dict(ids="*i64", products="*bf16", weights="*fp32", out="*bf16")
+    types = dict(ids="*i64", weights="*fp32", compared="*fp32", scale="fp32")
+    types |= dict.fromkeys(("products", "out", "logits", "x", "weight", "kept"), "*bf16")
     types |= dict.fromkeys(("counts", "order", "blocks"), "*i32")
     compiled(kernel, constants, types, None)
     print("experts", kernel.fn.__name__)
@@ -163,8 +169,10 @@ def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
     assert len(shared) == 14 * len(DTYPES) and max(shared) < 48 * 1024
 
 
-def test_sorting_and_sum_kernels_compile(printed: list[list[str]]) -> None:
+def test_kernels_of_experts_compile(printed: list[list[str]]) -> None:
     # The interpreter accepts code that the compiler rejects, such as a loop that changes the type
     # of a variable.
     kernels = [line[1] for line in printed if line[0] == "experts"]
-    assert kernels == ["_count", "_place", "_place", "_sum", "_sum"]
+    assert kernels == [
+        *("_choose", "_choose", "_product", "_count", "_place", "_place", "_sum", "_sum")
+    ]

@@ -12,19 +12,27 @@ import torch
 
 from rollout import Completion, DoubleSparsity, Engine, EngineConfig, SamplingParams
 from tests.helpers.case_selection import some
-from tests.helpers.models import save_tiny
+from tests.helpers.models import build_tiny, save_tiny
 from trainer_bridge import LoraConfig, SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.ops.token_scores import score_in_head
 from trainer_bridge.training.exact import foreign_operations, make_exact
 from trainer_bridge.training.model import meta_model
+from trainer_bridge.training.moe import expert_routers
 
 HEAT = 0.7
+# dense layers and mixtures; experts whose rows are whole 16 bytes
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+MIXTRAL = {"num_local_experts": 6, "intermediate_size": 40}
 SPARSE = DoubleSparsity(heavy_channel_num=2, heavy_token_num=4)
 FAMILIES = some(
     ("llama", "float32", {"tie_word_embeddings": True}),
     ("qwen2", "bfloat16", {}),
+    ("qwen3_moe", "bfloat16", MOE),
     whole=[
+        ("qwen3_moe", "float32", MOE | {"norm_topk_prob": True}),
+        ("mixtral", "bfloat16", MIXTRAL),
+        ("mixtral", "float32", MIXTRAL | {"sliding_window": 37}),
         ("llama", "bfloat16", {}),
         ("qwen2", "float32", {}),
         ("qwen3", "float32", {}),
@@ -113,18 +121,25 @@ def test_update_with_other_bits_changes_nothing_and_names_the_token(tmp_path: Pa
     trainer.saver.close()
 
 
-def test_gradients_are_those_of_the_plain_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields", "options"),
+    [("qwen3", {}, {}), ("qwen3_moe", MOE, {"fp32_router": True, "router_aux_loss_coef": 0.5})],
+)
+def test_gradients_are_those_of_the_plain_forward(
+    family: str, fields: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
     """Compare gradients of both forwards in fp32.
 
     Both round each of some 100 operations in a row once, and sums of up to 200 terms as often; 1e-4
     of the largest gradient of a parameter is 800 units of rounding.
     """
-    save_tiny(tmp_path, "qwen3")
+    save_tiny(tmp_path, family, **fields)
     prompts = prompts_of((3, 140))
     batch = batch_of(prompts, sampled(tmp_path, prompts, "float32"))
     gradients = []
     for exact in (True, False):
-        trainer = trainer_of(tmp_path, exact=exact, learning_rate=0.0, max_grad_norm=None)
+        changes = {"exact": exact, "learning_rate": 0.0, "max_grad_norm": None, **options}
+        trainer = trainer_of(tmp_path, **changes)
         kept: list[torch.Tensor] = []
         trainer.optimizer.register_step_pre_hook(
             lambda optimizer, *_, kept=kept: kept.extend(
@@ -135,16 +150,44 @@ def test_gradients_are_those_of_the_plain_forward(tmp_path: Path) -> None:
         gradients.append(kept)
         trainer.close()
         trainer.saver.close()
+    assert any(len(plain.shape) == 3 for plain in gradients[1]) == (family == "qwen3_moe")
     for ours, plain in zip(*gradients, strict=True):
         limit = 1e-4 * plain.abs().max().item()
         torch.testing.assert_close(ours, plain, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize(
+    ("dtype", "options"),
+    some(("bfloat16", {"fp32_router": True}), whole=[("float32", {}), ("bfloat16", {})]),
+)
+def test_tied_experts_are_chosen_by_id_on_both_sides_with_and_without_replay(
+    dtype: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Let experts 2i and 2i + 1 tie, so that one of a pair is the last of three choices."""
+    model = build_tiny("qwen3_moe", **MOE)
+    for router in expert_routers(model):
+        router.weight.data[1::2] = router.weight.data[::2]  # type: ignore[index, union-attr, operator]
+    model.save_pretrained(tmp_path)
+    prompts = prompts_of(LENGTHS)
+    answers = sampled(tmp_path, prompts, dtype, return_routed_experts=True, **options)
+    batch = batch_of(prompts, answers)
+    routed = [answer.routed_experts for answer in answers]
+    for experts in routed:
+        assert experts is not None and ((experts[..., 0] ^ 1) == experts[..., 1]).all()
+        assert not (experts[..., ::2] % 2).any()  # the first of a tie comes first, and alone
+    trainer = trainer_of(tmp_path, dtype, router_aux_loss_coef=0.1, **options)
+    assert trainer.compute_log_prob(batch) == batch.rollout_logprobs
+    batch = dataclasses.replace(batch, routed_experts=routed)
+    assert trainer.compute_log_prob(batch) == batch.rollout_logprobs
+    assert trainer.update_actor(batch)["unequal_tokens"] == 0
+    trainer.close()
+    trainer.saver.close()
+
+
+@pytest.mark.parametrize(
     ("family", "fields", "rule"),
     [
-        ("granite", {}, "is for llama, mistral, qwen2, qwen3, and this is granite"),
-        ("qwen3_moe", {}, "and this is qwen3_moe"),
+        ("granite", {}, "is for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, and this is gra"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ],
 )
@@ -157,14 +200,16 @@ def test_exact_refuses_other_models(
 
 
 def test_probe_names_operations_that_are_not_the_engines(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3")
+    save_tiny(tmp_path, "qwen3_moe")
     config = TrainerConfig(model_path=str(tmp_path))
     model: Any = meta_model(config)
     score_in_head(model)
     make_exact(model, config)
     norm = model.get_decoder().norm
     norm.forward = type(norm).forward.__get__(norm)
-    assert {"pow", "mean", "rsqrt"} <= foreign_operations(model)
+    router: Any = expert_routers(model)[0]
+    router.forward = type(router).forward.__get__(router)
+    assert {"pow", "mean", "rsqrt", "topk", "_softmax"} <= foreign_operations(model)
 
 
 @pytest.mark.parametrize(

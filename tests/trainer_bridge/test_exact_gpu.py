@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rollout import Completion, Engine, SamplingParams
 from rollout.ops.torch_attention import attend, hidden_keys
@@ -40,6 +40,11 @@ SHAPES: dict[str, Any] = {
     "mistral": MistralConfig(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=32000, sliding_window=1000, num_hidden_layers=2,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        vocab_size=151936, num_hidden_layers=2,
     ),
 }  # fmt: skip
 LENGTHS = (7999, 5000, 4097, 2048, 1500, 777, 512, 300, 129, 33, 1)

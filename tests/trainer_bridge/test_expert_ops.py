@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
 from tests.helpers.triton_compiler import compile_alone
+from trainer_bridge.ops.exact import mix_experts as mix_experts_exactly
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.moe import mix_experts
 
@@ -41,7 +42,7 @@ def choices(tokens: int, top_k: int, experts: int, device: str) -> Tensor:
     """Draw different experts for each token; the last expert gets no token if possible."""
     used = max(top_k, experts - 1)
     ids = torch.rand(tokens, used).argsort(-1)[:, :top_k]
-    return ids.to(device)
+    return ids.to(device).contiguous()
 
 
 def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -129,14 +130,20 @@ def test_silu_gate_and_its_gradient_match_fp64(
     assert_near(gate_up.grad, wide.grad, dtype)
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "exact"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mix_experts_and_gradients_match_transformers(
-    act: str, dtype: torch.dtype, device: str
+    act: str, dtype: torch.dtype, impl: Impl, device: str
 ) -> None:
-    """Include experts without a token, and compare gradients of all inputs."""
+    """Include experts without a token, and compare gradients of all inputs.
+
+    "exact" is the silu of an exact trainer, the only one with a choice of kernels.
+    """
     config: Any = Qwen3MoeConfig(
-        num_experts=6, hidden_size=32, moe_intermediate_size=16, hidden_act=act
+        num_experts=6,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        hidden_act=act.replace("exact", "silu"),
     )
     own = Qwen3MoeExperts(config).to(device, dtype)
     for param in own.parameters():
@@ -147,13 +154,17 @@ def test_mix_experts_and_gradients_match_transformers(
     x, weights = torch.randn(11, 32, device=device), torch.rand(11, 2, device=device)
     inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weights)]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    out = mix_experts(own, inputs[0], ids, inputs[1])
-    exact = eager(exact_experts, wide[0], ids, wide[1])
+    stacks = own.gate_up_proj, own.down_proj
+    if act == "exact":
+        out = mix_experts_exactly(inputs[0], ids, inputs[1], *stacks, impl)
+    else:
+        out = mix_experts(own, inputs[0], ids, inputs[1])
+    expected_out = eager(exact_experts, wide[0], ids, wide[1])
     slope = torch.randn(out.shape, device=device).to(dtype)
     out.backward(slope)
-    exact.backward(slope.double())
+    expected_out.backward(slope.double())
     results = [out, *(tensor.grad for tensor in (*inputs, *own.parameters()))]
-    expected = [exact, *(tensor.grad for tensor in (*wide, *exact_experts.parameters()))]
+    expected = [expected_out, *(tensor.grad for tensor in (*wide, *exact_experts.parameters()))]
     size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}[dtype]
     for result, wanted in zip(results, expected, strict=True):
         assert result is not None and wanted is not None and result.dtype == dtype

@@ -15,12 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memsaver.system.devices import Impl, use_triton
+from rollout.ops.experts import Routing
+from rollout.ops.experts import mix_experts as engine_mix_experts
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import row_invariant_products
 from rollout.ops.row_wise import silu as engine_silu
 from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys
 from rollout.ops.triton_attention import plan_triton, triton_attention
+from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
 
 engine_products = row_invariant_products
 MIN_ROWS = 64  # of a product on a GPU; fewer rows may have other bits
@@ -28,11 +32,38 @@ MIN_ROWS = 64  # of a product on a GPU; fewer rows may have other bits
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N]."""
+    return _linear(x, weight, bias).view(*x.shape[:-1], len(weight))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Compute the rows of `linear`; with `wide`, the fp32 sums of `row_wise.linear`."""
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if x.is_cuda and count < MIN_ROWS:
         rows = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
-    return engine_linear(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
+    return engine_linear(rows, weight, bias, wide=wide)[:count]
+
+
+def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    """Multiply x [T, K] by a router's transposed weight [E, K]; with `wide`, in fp32."""
+    return _WideLinear.apply(x, weight) if wide else linear(x, weight, None)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Select experts int64 [T, k], and compute their weights fp32 [T, k], from logits [T, E]."""
+    return _Route.apply(logits, routing)
+
+
+def mix_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, impl: Impl = "auto"
+) -> Tensor:
+    """Compute the weighted sum of a token's experts, [T, H], by the engine's `mix_experts`."""
+    if x.is_meta:
+        return torch.empty_like(x)
+    inputs = x.contiguous(), ids, weights, gate_up, down
+    if use_triton(impl, x.device) and torch.is_grad_enabled():
+        return _MixExperts.apply(*inputs, impl)
+    return engine_mix_experts(*inputs, impl)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -111,6 +142,74 @@ class _Silu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors)
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, wide=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return (grad @ weight.float()).to(x.dtype), (grad.t() @ x.float()).to(weight.dtype)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        ids, weights = routing.choose(logits)
+        ctx.save_for_backward(logits, ids)
+        ctx.routing = routing
+        ctx.mark_non_differentiable(ids)
+        return ids, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ids = ctx.saved_tensors
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_()
+            weights = ctx.routing.weigh(logits, ids)
+        return *torch.autograd.grad(weights, logits, grad), None
+
+
+class _MixExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        impl: Impl,
+    ) -> Tensor:
+        kept = x.new_empty((ids.numel(), gate_up.shape[1]))
+        out = engine_mix_experts(x, ids, weights, gate_up, down, impl, kept=kept)
+        ctx.save_for_backward(x, ids, weights, gate_up, down, kept)
+        ctx.impl = impl
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute all gradients; that of a weight is <down^T grad, activation> of its pair."""
+        x, ids, weights, gate_up, down, kept = ctx.saved_tensors
+        pairs = sort_pairs(ids, len(down))
+        token, ends = pairs.number // ids.shape[1], pairs.ends
+        rows, weight = grad[token], weights.flatten()[pairs.number].unsqueeze(-1)
+        inner, slope = gated(kept, ctx.impl), F.grouped_mm(rows, down, offs=ends)
+        grad_weights = torch.empty_like(weights)
+        grad_weights.view(-1)[pairs.number] = (slope.float() * inner).sum(-1).to(weights.dtype)
+        grad_down = F.grouped_mm(rows.t(), (inner * weight).to(x.dtype), offs=ends)
+        slope = gated_gradient((slope * weight).to(x.dtype), kept, ctx.impl)
+        grad_gate_up = F.grouped_mm(slope.t(), x[token], offs=ends)
+        grad_rows = F.grouped_mm(slope, gate_up, offs=ends)
+        grad_x = token_sum(grad_rows, pairs.place, None, ctx.impl)
+        return grad_x, None, grad_weights, grad_gate_up, grad_down, None
 
 
 class _Attention(torch.autograd.Function):

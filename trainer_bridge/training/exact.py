@@ -1,9 +1,9 @@
 """A model of transformers whose forward has the engine's bits.
 
 The modules stay, so that FSDP, checkpointing and the sync work as always. What they compute is
-exchanged: linear layers, norms, activation, rotary tables and attention become the engine's
-operations. Embedding, rotation and residual additions are elementwise or copies, and have the same
-bits everywhere. A probe refuses a model with any other operation.
+exchanged: linear layers, norms, activation, rotary tables, attention, routers and experts become
+the engine's operations. Embedding, rotation and residual additions are elementwise or copies, and
+have the same bits everywhere. A probe refuses a model with any other operation.
 """
 
 import contextlib
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.model import inverse_frequencies, load_model_config
+from rollout.model import ExpertsConfig, inverse_frequencies, load_model_config
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops import exact
 from trainer_bridge.ops.token_scores import ScoringHead
+from trainer_bridge.training.lora import expert_layers
+from trainer_bridge.training.moe import Routed, expert_routers
 from trainer_bridge.training.packing import Packing
 
 ATTENTION = "exact"
 """Name under which `make_exact` registers `exact_attention` with transformers."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _SAME_BITS = {
     "add", "mul", "neg", "embedding", "empty",
     "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
@@ -48,7 +50,8 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, exact_attention)
     model.set_attn_implementation(ATTENTION)
     model.packs = model.exact = True
-    mixer: Any = load_model_config(config.model_dir).mixers[0]
+    description = load_model_config(config.model_dir)
+    mixer: Any = description.mixers[0]
     width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
         if type(module) is nn.Linear:
@@ -60,6 +63,12 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
             module.forward = partial(_rotary, frequencies, mixer.rope.table_scale)
         elif hasattr(module, "act_fn"):
             module.act_fn = _Activation()
+    mixtures = description.with_fp32_routers() if config.fp32_router else description
+    sparse = [mlp for mlp in mixtures.mlps if isinstance(mlp, ExpertsConfig)]
+    for mlp, router in zip(sparse, expert_routers(model), strict=True):
+        router.forward = partial(_route, mlp, router)  # type: ignore[method-assign]
+    for experts in expert_layers(model):
+        experts.forward = partial(_mix_experts, experts)  # type: ignore[method-assign]
     if found := foreign_operations(model):
         raise _refusal(f"does not know operations of this model: {', '.join(sorted(found))}")
 
@@ -121,6 +130,18 @@ def _rotary(
         angles = position_ids[..., None].float() * frequencies.to(x.device)
         cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
+def _route(mlp: ExpertsConfig, router: Any, x: Tensor) -> Routed:
+    with _own():
+        logits = exact.router_logits(x.reshape(-1, x.shape[-1]), router.weight, mlp.wide_router)
+        ids, weights = exact.route(logits, mlp.routing)
+        return logits, weights if mlp.wide_weights else weights.to(x.dtype), ids
+
+
+def _mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    with _own():
+        return exact.mix_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj)
 
 
 class _Activation(nn.Module):

@@ -130,8 +130,10 @@ def _follow(routing: Routing, chosen: Tensor, module: Any, _inputs: Any, own: Ro
             f"routed_experts: {name} returns no experts; install transformers>=5.13 to replay them"
         )
     logits, weights, ids = own
-    ids = torch.where(chosen < 0, ids, chosen.to(ids.dtype))
-    return logits, routing.weigh(logits, ids).to(weights.dtype), ids
+    given = torch.where(chosen < 0, ids, chosen.to(ids.dtype))
+    own_choice = (given == ids).all(-1, keepdim=True)
+    weights = torch.where(own_choice, weights, routing.weigh(logits, given).to(weights.dtype))
+    return logits, weights, given
 
 
 def balanced_routers(model: Any) -> list[nn.Module]:
