@@ -279,6 +279,9 @@ class TrainerConfig:
             log-probabilities in updates with `rollout_logprobs`. A difference raises
             `UnequalTokens` before anything changes; "warn" only counts it. For dense models of the
             families llama, mistral, qwen2 and qwen3, without adapters; on a GPU in half precision.
+        mismatch_dir: Directory to which the first update with such a difference saves the weights
+            and unequal sequences, before it raises or goes on (`trace_mismatch`). None: nothing is
+            saved.
         leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
             copies when it is built, overlapped with other work.
     """
@@ -307,6 +310,7 @@ class TrainerConfig:
     optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
     exact: bool | Literal["warn"] = False
+    mismatch_dir: str | None = None
     leaving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
