@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from recipes.config.models import SAVED
@@ -18,13 +19,17 @@ from trainer_bridge.coordinator import OnReplaced, Stage
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 
 
-def open_pair(setup: Setup, stage: Stage, on_replaced: OnReplaced) -> AbstractContextManager[Any]:
+def open_pair(
+    setup: Setup, stage: Stage, on_replaced: OnReplaced, mismatch_dir: Path | None = None
+) -> AbstractContextManager[Any]:
     """Open the recipe's trainer and rollout, which live inside the block.
 
     Each part of the opening runs in a block of `stage`. `on_replaced` is called for each engine
-    that is lost and replaced.
+    that is lost and replaced. `mismatch_dir` is `TrainerConfig.mismatch_dir`.
     """
     config = trainer_config(setup)
+    if mismatch_dir is not None:
+        config = dataclasses.replace(config, mismatch_dir=str(mismatch_dir))
     arguments = engine_arguments(setup)
     cluster, alias = setup.recipe.cluster, setup.recipe.cycle.alias == "always"
     if setup.recipe.driver == "inprocess":

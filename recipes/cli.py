@@ -3,9 +3,9 @@
 `build_parser` declares the arguments of each subcommand. The function of a subcommand takes the
 parsed arguments and returns the exit status; it imports what it needs when it runs.
 
-Exit status: 0 done; 1 the run failed (one line names the stage and the cause) or a check of the
-doctor failed; 2 bad recipe or usage; 3 a plan does not fit; 130 or 143 interrupted or stopped; 141
-the reader of the output has gone.
+Exit status: 0 done; 1 the run failed (one line names the stage and the cause), a check of the
+doctor failed, or a trace found a difference; 2 bad recipe or usage; 3 a plan does not fit; 130 or
+143 interrupted or stopped; 141 the reader of the output has gone.
 """
 
 import argparse
@@ -120,6 +120,16 @@ def _samples(arguments: Namespace) -> int:
     return 0
 
 
+def _trace_mismatch(arguments: Namespace) -> int:
+    """Name the first operation in which rollout and trainer of an exact run differ.
+
+    The exit status is 1 if there is one.
+    """
+    from recipes.trace_mismatch import show_trace
+
+    return show_trace(arguments.run, arguments.sequence, arguments.device)
+
+
 def _doctor(arguments: Namespace) -> int:
     """Check this machine; the exit status is 1 if a check fails."""
     from memsaver.doctor import report
@@ -182,7 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
     def command(
         execute: Callable[[Namespace], int], brief: str, words: bool = False
     ) -> argparse.ArgumentParser:
-        name, text = execute.__name__[1:], execute.__doc__
+        name, text = execute.__name__[1:].replace("_", "-"), execute.__doc__
         own = commands.add_parser(name, help=brief, description=text)
         own.add_argument("--verbose", action="store_true", help="show the traceback of a failure")
         own.set_defaults(execute=execute)
@@ -239,6 +249,12 @@ def build_parser() -> argparse.ArgumentParser:
     few = "number of answers (default 4; with --json: all); 0: all that are recorded"
     either("--count", type=at_least(0), metavar="N", help=few)
     add("--json", action="store_true", help="print whole records, one in a line")
+    add = command(_trace_mismatch, "trace the mismatch of an exact run").add_argument
+    add("run", **run)
+    first = "number of the sequence in its step (default: the first on record)"
+    add("--sequence", type=at_least(0), metavar="N", help=first)
+    same = "cuda:N or cpu (default: as in the run)"
+    add("--device", metavar="DEVICE", help=same)
     add = command(_doctor, "check this machine").add_argument
     current = "cuda:N, or cpu for no GPU (default: the current GPU)"
     add("--device", metavar="DEVICE", help=current)

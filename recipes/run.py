@@ -201,7 +201,7 @@ def _attempt(
             hosted = setup.recipe.engine.hosted
             setup = setup if hosted else _with_switch_decided(setup, folder, monitor)
             with monitor.stage("build"):
-                pair = open_pair(setup, monitor.stage, monitor.replaced)
+                pair = open_pair(setup, monitor.stage, monitor.replaced, folder.mismatch_dir)
                 trainer, rollout = stack.enter_context(pair)
             _show_nodes(trainer, rollout, folder, view)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):

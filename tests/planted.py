@@ -210,10 +210,10 @@ BUGS = [
     ),
     Bug(
         "an update ignores log-probabilities that differ from the rollout's",
-        "trainer_bridge/trainer.py",
+        "trainer_bridge/training/mismatch_record.py",
         "trainer_bridge/test_exact.py",
-        '            if unequal and self.config.exact != "warn":',
-        "            if False:",
+        '        if config.exact != "warn":',
+        "        if False:",
     ),
     Bug(
         "the position is left out of the random numbers",

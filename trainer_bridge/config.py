@@ -280,6 +280,9 @@ class TrainerConfig:
             `UnequalTokens` before anything changes; "warn" only counts it. For models of the
             families llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe, without adapters; on a GPU
             in half precision.
+        mismatch_dir: Directory to which the first update with such a difference saves the weights
+            and unequal sequences, before it raises or goes on (`trace_mismatch`). None: nothing is
+            saved.
         leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
             copies when it is built, overlapped with other work.
     """
@@ -308,6 +311,7 @@ class TrainerConfig:
     optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
     exact: bool | Literal["warn"] = False
+    mismatch_dir: str | None = None
     leaving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

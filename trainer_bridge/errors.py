@@ -31,19 +31,32 @@ class UnequalTokens(RuntimeError):
         count: Number of tokens that differ.
         sequence: Number of the first sequence with such a token.
         token: Number of that token among the response tokens.
+        values: Log-probability of that token in the rollout and in the trainer.
+        remedy: How to find the cause.
     """
 
-    def __init__(self, count: int, sequence: int, token: int, rollout: float, own: float) -> None:
-        super().__init__(
-            f"log-probabilities of {count} tokens differ, first of token {token} of sequence "
-            f"{sequence}: {rollout!r} in the rollout, {own!r} in the trainer; nothing has changed; "
-            f"run the engine with exact=True too, or set exact=warn"
-        )
+    def __init__(
+        self,
+        count: int,
+        sequence: int,
+        token: int,
+        values: tuple[float, float],
+        remedy: str = "run the engine with exact=True too, or set exact=warn",
+    ) -> None:
+        super().__init__(count, sequence, token, values, remedy)
         self.count, self.sequence, self.token = count, sequence, token
-        self.values = rollout, own
+        self.values, self.remedy = values, remedy
+
+    def __str__(self) -> str:
+        rollout, own = self.values
+        return (
+            f"log-probabilities of {self.count} tokens differ, first of token {self.token} of "
+            f"sequence {self.sequence}: {rollout!r} in the rollout, {own!r} in the trainer; "
+            f"nothing has changed; {self.remedy}"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.count, self.sequence, self.token, *self.values)
+        return type(self), (self.count, self.sequence, self.token, self.values, self.remedy)
 
 
 class ActorError(RuntimeError):

@@ -18,7 +18,6 @@ from rollout.model import stored_buffers
 from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
-from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
@@ -28,7 +27,7 @@ from trainer_bridge.sync.writer import Shards
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
-from trainer_bridge.training.correction import figures_of_first_update, unequal_tokens
+from trainer_bridge.training.correction import figures_of_first_update
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.export import ShardedWeights, save_folder
@@ -41,6 +40,7 @@ from trainer_bridge.training.losses import (
     policy_gradient,
     score_tokens,
 )
+from trainer_bridge.training.mismatch_record import BitComparison
 from trainer_bridge.training.model import (
     await_shards,
     build_model,
@@ -146,7 +146,7 @@ class Trainer(SaverSide):
                 self.optimizer.publish()
             self._began_with = runtime.digest(self.model, masters)
             self.step, self.rate = 0, LearningRate.of(config)
-            self.loss_scale = LossScale.of(config)
+            self.loss_scale, self._bits = LossScale.of(config), BitComparison()
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._offloader.order = partial(shards_in_order, self.model)
@@ -306,16 +306,16 @@ class Trainer(SaverSide):
         check_learning("update_actor", batch, self.model.config, needed)
         world, size = self._runtime.world, self.config.micro_batch_size
         own, exact = TokenValues(), self.config.exact and batch.rollout_logprobs is not None
-        unequal: UnequalTokens | None = None
+        unequal = 0
 
         def backward(scale: float) -> list[float]:
             nonlocal unequal
             learn = partial(policy_gradient, self.model, self.config, batch, world, scale, own)
             sums = add_gradients(self.model, batch, learn, size, self._runtime)
             self._offloader.await_content()
-            unequal = unequal_tokens(batch, own.gather(self._runtime)) if exact else None
-            if unequal and self.config.exact != "warn":
-                raise unequal
+            if exact:
+                logprobs = own.gather(self._runtime)
+                unequal = self._bits.count(self.model, self.config, self.step, batch, logprobs)
             return sums
 
         rate = self.rate.after(self.step)
@@ -327,7 +327,7 @@ class Trainer(SaverSide):
         if batch.rollout_logprobs is not None:
             figures |= figures_of_first_update(batch, own.gather(self._runtime))
         if exact:
-            figures["unequal_tokens"] = float(unequal.count if unequal else 0)
+            figures["unequal_tokens"] = float(unequal)
         self._runtime.finish()  # the step's queued work counts as part of this stage
         return {
             "loss": loss,

@@ -15,6 +15,7 @@
     checkpoints/latest  name of the newest complete checkpoint
     checkpoints/best    name of the checkpoint of the best evaluation, if one is kept
     exports/step_N/     the model as a Hugging Face folder
+    mismatch/           weights and sequences of the first difference with `exact`
     model/              config and tokenizer of a random model
     .lock               locked while a run uses the folder
 
@@ -333,6 +334,10 @@ class RunFolder:
         """Return the rows of metrics.jsonl up to a step, its evaluation included."""
         rows = whole_rows(self.path / "metrics.jsonl")
         return Run(rows=[row for row in rows if row["step"] <= step])
+
+    @property
+    def mismatch_dir(self) -> Path:
+        return self.path.absolute() / "mismatch"  # Actors may have another working directory.
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))

@@ -24,7 +24,7 @@ RUNNABLE = {
 }
 LONGEST_CELL = 200
 MOST_LINES = {"docs/benchmarks.md": 300, "docs/testing.md": 100}
-COMMANDS = "run|plan|samples|export|report|fetch|doctor|keys"
+COMMANDS = "run|plan|samples|export|report|trace-mismatch|fetch|doctor|keys"
 MEMSAVER = re.compile(rf"^(?:\S*/)?memsaver ((?:{COMMANDS})\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
 TARGETS = {name for pair in TARGETS for name in pair}

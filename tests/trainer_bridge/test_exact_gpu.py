@@ -13,6 +13,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 from rollout import Completion, Engine, SamplingParams
 from rollout.ops.torch_attention import attend, hidden_keys
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
+from trainer_bridge.errors import UnequalTokens
+from trainer_bridge.mismatch_trace import trace_mismatch
+from trainer_bridge.ops import exact
 from trainer_bridge.ops.exact import Sequences, attention, rms_norm, silu
 
 pytestmark = pytest.mark.gpu
@@ -114,6 +117,30 @@ def test_bits_of_engine_and_trainer_are_equal(name: str, dtype: str, tmp_path: P
         assert trainer.update_actor(batch)["unequal_tokens"] == 0
     trainer.close()
     trainer.saver.close()
+
+
+def test_trace_runs_both_sides_on_a_gpu_and_names_a_planted_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompts = described("qwen3-4b", tmp_path / "model"), prompts_of((2100,))
+    trainer = trainer_of(path, mismatch_dir=str(tmp_path / "mismatch"))
+    (answer,) = answers_of(trainer, path, prompts)
+    batch = SequenceBatch(
+        prompt_ids=prompts,
+        response_ids=[answer.token_ids],
+        rollout_logprobs=[[logprob - 2**-10 for logprob in answer.logprobs]],
+        advantages=[1.0],
+        temperature=0.8,
+    )
+    with pytest.raises(UnequalTokens, match="of 40 tokens differ"):
+        trainer.update_actor(batch)
+    trainer.close()
+    trainer.saver.close()
+    trace = trace_mismatch(tmp_path / "mismatch", device="cuda:0", max_prefill_tokens=384)
+    assert trace.first is None and trace.engine == trace.trainer == answer.logprobs
+    monkeypatch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-7))
+    first = trace_mismatch(tmp_path / "mismatch", device="cuda:0").first
+    assert first is not None and first.place == (0, "activation") and first.position == 0
 
 
 def test_two_updates_from_the_same_weights_have_the_same_bits(tmp_path: Path) -> None:

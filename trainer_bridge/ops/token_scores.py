@@ -32,6 +32,7 @@ from rollout.ops.log_softmax import (
     row_sum,
     row_sums,
 )
+from rollout.tap import tap
 from trainer_bridge.ops.exact import linear
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
@@ -126,7 +127,7 @@ def _scores(
 
 
 def _logits(hidden: Tensor, words: Tensor) -> Tensor:
-    return linear(hidden, words, None)
+    return tap("logits", linear(hidden, words, None))
 
 
 def _inputs(

@@ -36,7 +36,13 @@ from numpy.typing import ArrayLike, NDArray
 from trainer_bridge.config import CorrectionConfig, Level
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.training.batch import SequenceBatch
-from trainer_bridge.training.token_numbers import Numbers, PerToken, flat, log_ratios
+from trainer_bridge.training.token_numbers import (
+    Numbers,
+    PerToken,
+    flat,
+    log_ratios,
+    unequal_places,
+)
 
 _LIMIT = 20.0  # of log-ratios: exp(20) is 5e8
 
@@ -158,13 +164,13 @@ def figures_of_first_update(batch: SequenceBatch, own: PerToken) -> dict[str, fl
 def unequal_tokens(batch: SequenceBatch, own: PerToken) -> UnequalTokens | None:
     """Compare the bits of `rollout_logprobs` with `own`, and return what differs."""
     assert batch.rollout_logprobs is not None
-    first: tuple[int, int, float, float] | None = None
+    first: tuple[int, int, tuple[float, float]] | None = None
     count = 0
     for number, (before, after) in enumerate(zip(batch.rollout_logprobs, own, strict=True)):
-        places = np.flatnonzero(np.asarray(before, np.float32) != np.asarray(after, np.float32))
+        places = unequal_places(before, after)
         count += len(places)
         if len(places) and first is None:
-            first = number, int(places[0]), before[places[0]], after[places[0]]
+            first = number, places[0], (before[places[0]], after[places[0]])
     return None if first is None else UnequalTokens(count, *first)
 
 

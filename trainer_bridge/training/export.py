@@ -198,10 +198,12 @@ def save_folder(
     dtype: torch.dtype | None = None,
     *,
     merge_adapters: bool = False,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Save a model, or the adapters of one, as a Hugging Face folder; a collective call.
 
-    An older export is replaced as a whole or not at all. Rank 0 writes.
+    An older export is replaced as a whole or not at all. Rank 0 writes. `texts` are further JSON
+    files of a model, by name.
 
     Raises:
         ValueError: `merge_adapters` does not fit the model, or `directory` holds other files.
@@ -224,8 +226,9 @@ def save_folder(
         else:
             dtype = dtype or config.torch_param_dtype
             entries = list(_model_entries(weights, dtype))
-            texts = {"config.json": _config_text(source, weights.model, dtype)}
-            folder = _Folder("model", _FILE_BYTES, texts, _kept_files(source))
+            config_text = _config_text(source, weights.model, dtype)
+            files = {**(texts or {}), "config.json": config_text}
+            folder = _Folder("model", _FILE_BYTES, files, _kept_files(source))
     with checkpoint.whole_directory(directory) as partial_directory:
         folder.write(Path(partial_directory), entries)
 

@@ -41,3 +41,9 @@ def log_ratios(first: PerToken, second: PerToken) -> Numbers:
     ratios = flat(second)
     ratios -= flat(first)
     return ratios
+
+
+def unequal_places(first: Sequence[float], second: Sequence[float]) -> list[int]:
+    """Return where two lists of log-probabilities differ in fp32."""
+    ours, theirs = (np.asarray(values, np.float32) for values in (first, second))
+    return np.flatnonzero(ours != theirs).tolist()

@@ -1,0 +1,192 @@
+"""The command `memsaver trace-mismatch`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3 import modeling_qwen3
+
+from recipes.cli import main
+from tests.helpers.models import save_tiny
+from tests.helpers.recipes.tiny_runs import rows
+from trainer_bridge import mismatch_trace
+from trainer_bridge.ops import exact, token_scores
+from trainer_bridge.training.mismatch_record import FILE, MismatchRecord, UnequalSequence
+
+ROW = 4  # of the tensor in which a fault is planted
+RUN = ("tiny", "exact=true", "model.dtype=float32", "steps=2", "eval.every=0")
+ROTATE, COMBINE = modeling_qwen3.apply_rotary_pos_emb, token_scores.combine_blocks
+LAST = torch.tensor([0.0] * ROW + [1e-3, 0.0])  # nats
+RUN += ("grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "checkpoint.every=0")
+
+
+def nudged(result: Tensor) -> Tensor:
+    """Raise the last element of a row of [rows, width] or [1, rows, ...] by one ulp."""
+    result = result.clone()
+    row = result[ROW] if result.dim() == 2 else result[0, ROW].view(-1)
+    row[-1] = torch.nextafter(row[-1], torch.tensor(torch.inf))
+    return result
+
+
+def of_outputs(module: Any) -> None:
+    module.register_forward_hook(lambda module, inputs, result: nudged(result))
+
+
+def of_inputs(module: Any) -> None:
+    module.register_forward_pre_hook(lambda module, inputs: (nudged(inputs[0]), *inputs[1:]))
+
+
+def of_tables(module: Any) -> None:
+    module.register_forward_hook(lambda module, inputs, tables: (nudged(tables[0]), tables[1]))
+
+
+LAYER, ATTENTION, MLP = "layers.1", "layers.1.self_attn", "layers.1.mlp"
+IN_MODULES = [
+    ("embedding, embedding", "embed_tokens", of_outputs),
+    ("layer 1, norm", f"{LAYER}.input_layernorm", of_outputs),
+    *((f"layer 1, {name}", f"{ATTENTION}.{name}_proj", of_outputs) for name in "qkvo"),
+    *((f"layer 1, {name} norm", f"{ATTENTION}.{name}_norm", of_outputs) for name in "qk"),
+    ("layer 0, rotary q", "rotary_emb", of_tables),  # of all layers
+    ("layer 1, attention", f"{ATTENTION}.o_proj", of_inputs),
+    ("layer 1, sum with o", f"{LAYER}.post_attention_layernorm", of_inputs),
+    ("layer 1, MLP norm", f"{LAYER}.post_attention_layernorm", of_outputs),
+    ("layer 1, gate", f"{MLP}.gate_proj", of_outputs),
+    ("layer 1, up", f"{MLP}.up_proj", of_outputs),
+    ("layer 1, activation", f"{MLP}.down_proj", of_inputs),
+    ("layer 1, down", f"{MLP}.down_proj", of_outputs),
+    ("layer 1, sum with down", LAYER, of_outputs),
+    ("head, final norm", "norm", of_outputs),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder as an update writes it."""
+    folder = tmp_path_factory.mktemp("mismatch")
+    save_tiny(folder, "qwen3")
+    sequence = UnequalSequence(
+        number=3, prompt_ids=[7, 3, 11], response_ids=[5, 90, 2, 8, 4, 1], rollout=[-1.0] * 6,
+        trainer=[-1.0, -2.0, *[-1.0] * 4],
+    )  # fmt: skip
+    record = MismatchRecord(
+        updates=2, seed=0, temperature=0.7, dtype="float32", device="cpu", fp32_router=False,
+        sequences=[sequence],
+    )  # fmt: skip
+    (folder / FILE).write_text(json.dumps(asdict(record)))
+    return folder
+
+
+@pytest.fixture
+def traced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def trace(folder: Path, *words: str, status: int) -> str:
+        capsys.readouterr()
+        assert main(["trace-mismatch", str(folder), *words]) == status
+        return " ".join("".join(capsys.readouterr()).split())
+
+    return trace
+
+
+@pytest.mark.parametrize(("name", "module", "plant"), IN_MODULES, ids=[n for n, *_ in IN_MODULES])
+def test_command_names_the_operation_with_a_planted_fault(
+    name: str,
+    module: str,
+    plant: Callable[[Any], None],
+    recorded: Path,
+    traced: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build = mismatch_trace.build_model
+
+    def build_wrong(*arguments: Any) -> Any:
+        model: Any = build(*arguments)
+        plant(model.get_decoder().get_submodule(module))
+        return model
+
+    monkeypatch.setattr(mismatch_trace, "build_model", build_wrong)
+    text = traced(recorded, status=1)
+    assert f"first difference: {name}, token {ROW} of the sequence (decode in the engine)" in text
+    assert name.startswith("layer 0") or "1 ulp apart; 1 of" in text
+
+
+def keys_wrong(*given: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = ROTATE(*given)
+    return q, k * (1 + 2**-20)  # the probe of `make_exact` knows no other fault
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "module", "function", "wrong"),
+    [
+        ("layer 0, rotary k", 0, modeling_qwen3, "apply_rotary_pos_emb", keys_wrong),
+        ("head, logits", ROW + 2, token_scores, "linear", lambda *x: nudged(exact.linear(*x))),
+        (
+            "head, log-softmax",
+            ROW + 2,
+            token_scores,
+            "combine_blocks",
+            lambda *x: COMBINE(*x) + LAST,
+        ),
+    ],
+)
+def test_command_names_an_operation_outside_of_modules(
+    name: str, row: int, module: Any, function: str, wrong: Any, recorded: Path, traced: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module, function, wrong)
+    text = traced(recorded, status=1)
+    assert f"first difference: {name}, token {row} of the sequence" in text
+
+
+def test_equal_sides_are_said_to_be_equal(recorded: Path, traced: Any) -> None:
+    text = traced(recorded, "--sequence", "3", status=0)
+    assert "sequence 3 of the step after 2 updates: 3 + 6 tokens, float32" in text
+    assert "embedding to head none 0 0" in text
+    assert "no operation differs: both sides compute the same bits" in text
+    assert "sequence 4 is not on record; use one of 3" in traced(
+        recorded, "--sequence", "4", status=2
+    )
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_run_that_stops_records_what_the_command_traces(
+    tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run, silu = tmp_path / "run", exact.silu
+    monkeypatch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-20))
+    assert main(["run", *RUN, "--run-dir", str(run)]) == 1
+    message = capsys.readouterr().err
+    assert "memsaver: update_actor failed: UnequalTokens: log-probabilities of " in message
+    assert f"memsaver trace-mismatch {run}/mismatch names the operation" in message
+    text = traced(run, status=1)
+    assert "first difference: layer 0, activation, token 0 of the sequence (prefill" in text
+    assert "in the run, the log-probabilities" not in text, "both sides repeat the run's bits"
+    monkeypatch.undo()
+    text = traced(run, status=0)
+    assert "no operation differs" in text and "the trainer had other bits in the run" in text
+    assert "the engine had" not in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_run_that_only_warns_records_the_first_step_and_goes_on(
+    tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, silu = tmp_path / "run", exact.silu
+    with monkeypatch.context() as patch:
+        patch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-20))
+        assert main(["run", *RUN, "exact=warn", "--run-dir", str(run)]) == 0
+    assert all(row["unequal_tokens"] > 0 for row in rows(run, "train"))
+    assert MismatchRecord.read(run / "mismatch").updates == 0
+    assert "the trainer had other bits in the run" in traced(run, status=0)
+
+
+def test_run_without_a_mismatch_is_refused_in_a_line(tmp_path: Path, traced: Any) -> None:
+    text = traced(tmp_path, status=2)
+    assert "holds no mismatch; a run with exact=true records the first one" in text

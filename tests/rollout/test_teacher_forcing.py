@@ -1,0 +1,45 @@
+"""A known sequence in an engine has the log-probabilities of a sampled one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout import Engine, SamplingParams
+from rollout.tap import listening
+from rollout.teacher_forcing import teacher_forced
+from tests.helpers.models import save_tiny
+
+PROMPT = [17, 3, 190, 44, 8]
+HEAT = 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampled_answer_gets_the_same_log_probabilities(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    engine = Engine.from_pretrained(tmp_path, dtype=dtype, max_prefill_tokens=3)
+    asked = SamplingParams(max_tokens=20, temperature=HEAT, n=4, seed=1)
+    (answers,) = engine.generate([PROMPT], asked)
+    for answer in answers:
+        assert teacher_forced(engine, PROMPT, answer.token_ids, HEAT) == answer.logprobs
+    (again,) = engine.generate([PROMPT], asked)
+    assert again == answers, "the engine samples as before"
+
+
+def test_unlikely_tokens_are_drawn_and_listeners_get_their_logits(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    engine = Engine.from_pretrained(tmp_path)
+    response, logits = list(range(199)), []
+
+    def listen(operation: str, result: torch.Tensor) -> None:
+        if operation == "logits":
+            logits.append(result)
+
+    with listening(listen):
+        logprobs = teacher_forced(engine, PROMPT, response, HEAT)
+    wanted = (torch.cat(logits).double() / HEAT).log_softmax(-1)
+    wanted = wanted[range(199), response]
+    assert wanted.min() < -8
+    torch.testing.assert_close(torch.tensor(logprobs).double(), wanted, rtol=1e-6, atol=1e-6)
