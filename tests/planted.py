@@ -195,6 +195,13 @@ BUGS = [
         "            pass",
     ),
     Bug(
+        "an exact trainer does not compare the library's products with their definition",
+        "trainer_bridge/training/model.py",
+        "trainer_bridge/test_exact_products.py",
+        "        define_products(model, runtime.device, config.torch_param_dtype)\n",
+        "",
+    ),
+    Bug(
         "an update ignores log-probabilities that differ from the rollout's",
         "trainer_bridge/trainer.py",
         "trainer_bridge/test_exact.py",

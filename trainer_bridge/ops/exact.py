@@ -5,16 +5,18 @@ differentiates the engine's torch reference. Products need `engine_products` aro
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memsaver.memory import empty_torch_cache
+from rollout.ops.product_probe import define_products as define_engine_products
+from rollout.ops.product_probe import is_probed
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import row_invariant_products
@@ -23,16 +25,31 @@ from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_key
 from rollout.ops.triton_attention import plan_triton, triton_attention
 
 engine_products = row_invariant_products
-MIN_ROWS = 64  # of a product on a GPU; fewer rows may have other bits
+
+
+def define_products(
+    shapes: Iterable[tuple[int, int, bool]], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Probe products by shape: outputs N, inputs K, whether there is a bias.
+
+    It is the engine's probe, which decides by bits.
+    """
+    if not is_probed(device, dtype):
+        return
+    define_engine_products(
+        (
+            torch.empty((outputs, inputs), dtype=dtype, device=device),
+            torch.empty(outputs, dtype=dtype, device=device) if biased else None,
+        )
+        for outputs, inputs, biased in shapes
+    )
+    empty_torch_cache(device)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N]."""
     rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    if x.is_cuda and count < MIN_ROWS:
-        rows = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
-    return engine_linear(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
+    return _Linear.apply(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,6 +97,23 @@ def attention(
         hidden = hidden_keys(len(queries), len(queries), window, q.device)
         out.append(attend(queries, keys, values, hidden, scale))
     return torch.cat(out).to(q.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return engine_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (to_x, to_weight, to_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            grad @ weight if to_x else None,
+            grad.t() @ x if to_weight else None,
+            grad.sum(0) if to_bias else None,
+        )
 
 
 class _RMSNorm(torch.autograd.Function):
