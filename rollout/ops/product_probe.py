@@ -130,7 +130,11 @@ def _judge(
         for tensor in (*filled, x):
             tensor.normal_(generator=generator)
         may_route = routers and bias is None and len(weight) <= _MAX_ROUTERS
-        with warnings.catch_warnings(), row_wise.row_invariant_products(weight.device):
+        with (
+            torch.cuda.device_of(weight),
+            warnings.catch_warnings(),
+            row_wise.row_invariant_products(weight.device),
+        ):
             warnings.simplefilter("ignore")  # torch warns that choosing a library is experimental
             for wide in (False, True) if may_route else (False,):
                 found.append((tuple(weight.shape), judge(_Case(x, weight, bias, wide))))
@@ -153,9 +157,9 @@ def _define(case: _Case) -> tuple[float, ...] | None:
     if _pad(case, whole, _BETWEEN) and all(case.agrees(case.library, whole, n) for n in many):
         return None
     row_wise.chained.add(row_wise.product_key(*case[1:]))
-    few = slice(TILE_ROWS[0]), slice(None)
+    few_and_many = slice(TILE_ROWS[0]), slice(None)
     return tuple(
-        shortest_time(case.chain, rows) / shortest_time(case.library, rows) for rows in few
+        shortest_time(case.chain, rows) / shortest_time(case.library, rows) for rows in few_and_many
     )
 
 

@@ -20,7 +20,7 @@ SMALL += (
     "trainer.learning_rate=0.01",
     "task.rewards=[tests.helpers.recipes.reward_functions:kept]",
 )
-SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0")
+SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0", "steps=3")
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -29,24 +29,36 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_step_is_exact_and_weights_do_not_depend_on_the_engines_batches(
-    dtype: str, make_run: MakeRun, tmp_path: Path
-) -> None:
-    words = (*SMALL, f"model.dtype={dtype}", "steps=3")
-    folder = make_run("tiny", *words)
-    steps = rows(folder, "train")
+def test_every_step_is_exact(dtype: str, make_run: MakeRun) -> None:
+    steps = rows(make_run("tiny", *SMALL, f"model.dtype={dtype}"), "train")
     assert len(steps) == 3
     for row in steps:
         assert row["unequal_tokens"] == row["mismatch_max"] == 0 < row["grad_norm"]
         assert "compute_log_prob" not in row["stages"]
-    start_run(
-        "tiny", (*words, "engine.max_running=3", "engine.max_prefill_tokens=16"), tmp_path / "run"
-    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "engine.max_running=3 engine.max_prefill_tokens=16",
+        "engine.kv_tokens=32 engine.page_size=4 engine.host_to_device_ratio=2",
+        "engine.sleep_level=1 trainer.activation_checkpointing=layers",
+        "trainer.optimizer_offload=true",
+        "cycle.overlap=[params,optim]",
+        "cycle.resident=[params,optim,weights,kv_cache]",
+        "cycle.alias=always",
+        "cycle.hand_over=always",
+    ],
+)
+def test_run_ends_with_the_same_bits(words: str, make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("tiny", *SMALL, "model.dtype=float32")
+    start_run("tiny", (*SMALL, "model.dtype=float32", *words.split()), tmp_path / "run")
     assert_same_bits(weights(folder), weights(tmp_path / "run"))
 
 
 def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) -> None:
-    folder = make_run("tiny", *SMALL, "model.dtype=float32", "steps=3")
+    folder = make_run("tiny", *SMALL, "model.dtype=float32")
     start_run("tiny", (*SMALL, "model.dtype=float32", "steps=2"), tmp_path / "run")
     continue_run(tmp_path / "run", None, ["steps=3"])
     assert same_rows(folder, tmp_path / "run")
