@@ -4,8 +4,9 @@ The keys of a sequence are divided at absolute positions, so a query's result ha
 prefill, in decode and in a trainer. Splits have `MIN_SPLIT` keys up to position 16 * MIN_SPLIT, and
 from each further power of two on, an eighth of it. In a split, the online softmax starts anew and
 runs over blocks of keys in order (`_attend`). The splits of a sequence are folded in order
-(`_fold`), whether one program computes them one after the other or each has its own program. Keys
-that a query does not see change no bit of its result.
+(`_fold`), whether one program computes them one after the other or each has its own program. The
+weights of a block are added as integers (`_sum`). Keys that a query does not see change no bit of
+its result.
 
 Half-precision launches disable fused multiply-add (`enable_fp_fusion=False`), except where the code
 asks for it: the compiler would fuse in only some of a kernel's loops.
@@ -90,6 +91,18 @@ def _origin(peak):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sum(weights):  # type: ignore[no-untyped-def]
+    """Return the sums of rows of weights from 0 to 1, fp32, with the same bits in any order.
+
+    Each weight is rounded to a multiple of 2**-23, and integers are added: a sum of floats would
+    depend on the layout, which decode and prefill do not share.
+    """
+    one: tl.constexpr = 0x3F800000  # bits of 1.0; 1.0 + weight has a step of 2**-23
+    steps = (weights + 1.0).to(tl.int32, bitcast=True) - one
+    return tl.sum(steps, 1).to(tl.float32) * 2.0**-23
+
+
+@triton.jit
 def _fold(peak, total, acc, next_peak, next_total, next_acc):  # type: ignore[no-untyped-def]
     """Add the state of the next split to the state of all splits before it."""
     top = tl.maximum(peak, next_peak)
@@ -165,7 +178,7 @@ def _attend(  # type: ignore[no-untyped-def]
         origin = _origin(new_peak) if CAUSAL or WINDOWED else new_peak
         shrink = tl.exp2(peak - origin)
         weights = tl.exp2(tl.fma(scores, scale, -tl.broadcast_to(origin[:, None], scores.shape)))
-        total = tl.fma(total, shrink, tl.sum(weights, 1))
+        total = tl.fma(total, shrink, _sum(weights))
         values = (
             keys
             if TAIL

@@ -103,25 +103,24 @@ def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[T
     Returns:
         Tokens int64 [R] and their log-probabilities fp32 [R], on the device.
     """
-    if not use_triton(impl, logits.device):
-        return _sample_torch(logits, batch)
-    tokens, logprobs = _sample_triton(logits, batch)
-    rows = batch.filtered_rows
-    # The fused kernels have no filters. They also compute filtered rows, to keep the grid the same.
-    if rows is not None:
-        tokens[rows], logprobs[rows] = _sample_torch(logits[rows], batch.only_filtered(rows))
-    return tokens, logprobs
+    sampler = _sample_triton if use_triton(impl, logits.device) else _sample_torch
+    return sampler(logits, batch)
 
 
 def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
+    tokens, z = _choose_torch(logits.float(), batch)
+    _, peaks, masses = block_sums(z)
+    chosen = z.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, log_prob(chosen, *row_sums(peaks, masses))
+
+
+def _choose_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Return a token of each row of fp32 logits, int64 [R], and logits / temperature."""
     z = logits / batch.temperature
     tokens = logits.argmax(dim=-1)
     if batch.any_random:
         tokens = torch.where(batch.greedy, tokens, _draw(torch.log_softmax(z, dim=-1), batch))
-    _, peaks, masses = block_sums(z)
-    chosen = z.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, log_prob(chosen, *row_sums(peaks, masses))
+    return tokens, z
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -166,16 +165,17 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Sample without filters.
+    """Sample by kernels, and choose the tokens of filtered rows by torch.
 
-    Tokens are below `vocab` even for a row with NaN; in all other rows their probability is
-    positive.
+    The kernels also choose for filtered rows, to keep the grid the same. Tokens are below `vocab`
+    even for a row with NaN; in all other rows their probability is positive.
     """
     rows, vocab = logits.shape
     temperature, greedy, counters = batch.temperature, batch.greedy, batch.counters
     contiguous = (tensor.is_contiguous() for tensor in (temperature, greedy, counters))
     assert logits.stride(1) == 1 and all(contiguous)
     blocks = triton.cdiv(vocab, BLOCK)
+    filtered, power = batch.filtered_rows, triton.next_power_of_2(blocks)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -187,8 +187,15 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor
         _choose[(rows,)](
             logits, temperature, greedy, counters, peaks, masses, tokens, logprobs,
             logits.stride(0), vocab, blocks, COUNTERS=counters.shape[1],
-            BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=ROW_WARPS,
+            BLOCK=BLOCK, BLOCKS=power, num_warps=ROW_WARPS,
         )  # fmt: skip
+        if filtered is not None:
+            own = batch.only_filtered(filtered)
+            tokens[filtered] = _choose_torch(logits[filtered].float(), own)[0]
+            _score[(len(filtered),)](
+                logits, temperature, peaks, masses, filtered, tokens, logprobs, logits.stride(0),
+                vocab, blocks, BLOCKS=power, num_warps=ROW_WARPS,
+            )  # fmt: skip
     return tokens, logprobs
 
 
@@ -308,3 +315,15 @@ def _choose(  # type: ignore[no-untyped-def]
     logit = tl.sum(tl.where(at == token, z, 0.0), 0)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, log_prob_of(logit, peak, total).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["peaks", "masses"])
+def _score(  # type: ignore[no-untyped-def]
+    logits, temperature, peaks, masses, rows, tokens, logprobs, stride, vocab, blocks,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Compute the log-probability of the token of a row of `rows`. Programs: (entry of `rows`)."""
+    row = tl.load(rows + tl.program_id(0))
+    _, _, peak, total = row_sum(peaks, masses, row, blocks, BLOCKS)
+    z = scaled(logits + row * stride, tl.load(temperature + row), tl.load(tokens + row), vocab)
+    tl.store(logprobs + row, log_prob_of(z, peak, total).to(tl.float32))

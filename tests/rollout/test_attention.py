@@ -192,6 +192,26 @@ def test_triton_kernels_equal_reference_at_widths_of_real_models(
     torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim"), [((14, 2), 64), ((28, 4), 128), ((32, 8), 128)])
+def test_decode_has_the_bits_of_prefill_at_widths_of_real_models(
+    heads: Any, dim: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """Compare 200 queries: a sum in another order would change one of 50,000 elements."""
+    lengths = [*range(1, 180), *range(255, 258), *range(500, 8500, 448)]
+    chunks = [min(length, 70) for length in lengths]
+    made = make_case(heads, (dim, dim), chunks, lengths, 0, "cuda:0")
+    q, k, v = (rows.to(dtype) for rows in (made.q, made.k, made.v))
+    plan = plan_attention(made.shape, made.table, "triton", window)
+    lasts = torch.tensor(chunks).cumsum(0) - 1
+    prefilled = paged_attention(q, k, v, plan, dim**-0.5)[lasts]
+    shape = replace(made.shape, q_lens=[1] * len(lengths), num_decode=len(lengths))
+    plan = plan_attention(shape, made.table, "triton", window)
+    assert torch.equal(paged_attention(q[lasts], k, v, plan, dim**-0.5), prefilled)
+
+
 def test_windowed_request_has_same_bits_in_batch_and_with_plan_of_decode_graph(
     triton_device: str,
 ) -> None:
@@ -265,6 +285,8 @@ def test_query_has_same_bits_in_decode_and_in_every_chunk(
         monkeypatch.setattr(kernels, "LOG_MIN_SPLIT", tl.constexpr(5))
     last = 4608 // scale + 8
     made = make_case((2, 1), (16, 16), [70], [last], 0, device)
+    if device != "cpu":
+        made = replace(made, **{name: getattr(made, name).bfloat16() for name in "qkv"})
     plan = plan_attention(made.shape, made.table, impl, window)
     whole = paged_attention(made.q, made.k, made.v, plan, 0.25)
     for end, count in [(last, 1), (last - 7, 1), (last - 8, 3), (last - 62, 1)]:

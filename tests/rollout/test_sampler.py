@@ -72,6 +72,8 @@ def test_logprob_is_of_scaled_logits_before_filters(impl: str, device: str) -> N
 
 
 def test_row_has_same_bits_alone_and_in_batch(impl: str, device: str) -> None:
+    if impl == "torch" and device != "cpu":
+        pytest.skip("torch's sums on a GPU depend on the number of rows; kernels sample there")
     # some rows have filters, which must not change the path of the other rows
     filters = [
         (1, 0, 1.0), (0.7, 9, 1.0), (0, 0, 1.0), (2, 0, 1.0),

@@ -74,10 +74,12 @@ def test_token_scores_and_gradients_match_fp64(
 def test_log_probs_have_the_bits_of_the_sampler_whatever_the_slices(
     words: int, dtype: torch.dtype, impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if impl == "torch" and device != "cpu":
+        pytest.skip("torch's sums on a GPU depend on the number of rows; kernels sample there")
     draw = torch.Generator().manual_seed(words)
     hidden = torch.randint(-2, 3, (7, WIDTH), generator=draw).to(device, dtype) / 4
     weight = torch.randint(-2, 3, (words, WIDTH), generator=draw).to(device, dtype) / 4
-    options = [(0.7, 0, 1.0, (1, row, 0)) for row in range(7)]
+    options = [(0.7, row % 2 * 9, 1 - row % 3 / 10, (1, row, 0)) for row in range(7)]
     names = ("temperature", "top_k", "top_p", "counters")
     columns = dict(zip(names, zip(*options, strict=True), strict=True))
     batch = SamplingBatch.build(**columns, device=torch.device(device))
