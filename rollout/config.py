@@ -190,8 +190,8 @@ class EngineConfig:
             any dtype of the model.
         exact: Refuse whatever would give log-probabilities other bits than a trainer with
             `TrainerConfig.exact`: a quantized cache, double sparsity, several ranks, models without
-            plain attention, fp32 on a GPU, or a GPU library whose products depend on the number of
-            rows.
+            plain attention, or fp32 on a GPU. At start, the library's products are compared with
+            their definition, and replaced by Triton's where they differ.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
         seed: Seed from which requests without a seed receive theirs, in the order of requests.
         tensor_parallel_size: Number of ranks that share the model. Each has an engine with this

@@ -23,7 +23,7 @@ from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
-from rollout.ops.row_wise import probe_products
+from rollout.ops.product_probe import define_products, is_probed, probe_products
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.requests import Completion, SamplingParams
@@ -101,7 +101,7 @@ class Engine(EngineBase):
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
-        if saver.device.type == "cuda" and dtype != torch.float32:
+        if is_probed(saver.device, dtype):
             self._probe_products(groups, dtype)
         self.cache = Cache(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
@@ -171,14 +171,15 @@ class Engine(EngineBase):
         return engine
 
     def _probe_products(self, groups: list[ParamGroup], dtype: torch.dtype) -> None:
-        """Warn about matrix products whose results depend on the batch.
+        """Define the bits of matrix products, or warn about those that depend on the batch.
 
         The measurement overwrites the weights, which are still undefined.
         """
-        if shapes := probe_products(self.store.products(groups)):
-            if self.config.exact:
-                rule = f"exact=True: products of {shapes} depend on the number of rows on this GPU"
-                raise ValueError(f"{rule} (torch {torch.__version__}); use exact=False")
+        products = self.store.products(groups)
+        if self.config.exact:
+            define_products(products, routers=self.model.has_experts)
+            empty_torch_cache(self.saver.device)
+        elif shapes := probe_products(products):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
             text = (
                 "%s products with weights of %s depend on the number of rows on this %s (torch %s):"

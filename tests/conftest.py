@@ -11,11 +11,12 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
 from tests.helpers import case_selection
 from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # noqa: F401  a hook and a fixture
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 torch.set_num_threads(1)  # more threads slow tiny models down, above all on a busy machine
 gc.disable()  # until tests run: importing all files creates a million objects and no garbage
 

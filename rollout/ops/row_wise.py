@@ -6,10 +6,9 @@ MLPs.
 For few rows, cuBLAS splits the inner dimension of a product over several programs, which changes
 the order of rounding. cuBLASLt without this split computes a row of a half-precision product with
 the same bits for any number of rows, with two exceptions at few rows: for some shapes it only has a
-kernel that is up to eleven times slower, and the bits of a single row may differ. In these cases
-rows are padded; as the bits are the same, a measurement chooses the number of rows. On a GPU,
-products of fp32 tensors keep the library's choice. On the CPU, rows are padded to a multiple of
-`CPU_ROWS`.
+kernel that is up to eleven times slower, and the bits of a single row may differ. `product_probe`
+finds these cases. On a GPU, products of fp32 tensors keep the library's choice. On the CPU, rows
+are padded to a multiple of `CPU_ROWS`.
 
 Norm and activation have a torch reference and a Triton kernel. As in transformers, the norm is fp32
 up to the weight and the model dtype from there on. The kernel rounds at the same points; only the
@@ -18,10 +17,7 @@ order of its sum of squares differs. A program computes one wide row or several 
 """
 
 import contextlib
-import warnings
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -31,23 +27,21 @@ from torch import Tensor
 
 from memsaver.ops.layout import round_up
 from memsaver.system.devices import Impl, use_triton
+from rollout.ops.chain_product import chain_product
 
 CPU_ROWS = 16  # fewer rows of fp32 may take another path through the library, and other bits
 _TILE = 1024  # elements of a norm's program, unless one row is longer
 _BLOCK = 1024
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-_RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-_SLOW = 1.5  # a product is slow if it takes this many times as long as one with more rows
-_REPEATS = 5
-_MAX_ELEMENTS = 1 << 24  # maximum size of a measured product, in elements (32 MiB)
-_MAX_ROUTERS = 1024  # a weight of at most this many rows may be a router's: probe wide products
 
-_Key = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
-_padded: dict[_Key, tuple[int, ...]] = {}
+ProductKey = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
+padded: dict[ProductKey, tuple[int, ...]] = {}
 """Padded number of rows by number of rows, for the shapes on a device that need padding.
 
-Only `probe_products` writes it.
+`product_probe` writes it, and `chained`.
 """
+chained = set[ProductKey]()
+"""Shapes on a device whose products are `chain_product`."""
 
 
 def linear(
@@ -65,24 +59,28 @@ def linear(
     receives the result. `bias` must be None with `wide` or `out`, which ignore it.
     """
     count = len(x)
-    if x.is_cuda:
-        chosen = _padded.get(_key(weight, bias, wide), ())
-        rows = chosen[count] if count < len(chosen) else count
+    if chained and product_key(weight, bias, wide) in chained:
+        return chain_product(x, weight, bias, wide=wide, out=out)
+    chosen = padded.get(product_key(weight, bias, wide), ()) if padded else ()
+    if count < len(chosen):
+        rows = chosen[count]
     else:
-        rows = round_up(count, CPU_ROWS)
+        rows = count if x.is_cuda else round_up(count, CPU_ROWS)
     if rows == count:
-        return _product(x, weight, bias, wide, out)
-    result = _product(F.pad(x, (0, 0, 0, rows - count)), weight, bias, wide)[:count]
+        return library_product(x, weight, bias, wide, out)
+    result = library_product(F.pad(x, (0, 0, 0, rows - count)), weight, bias, wide)[:count]
     return result if out is None else out.copy_(result)
 
 
-def _key(weight: Tensor, bias: Tensor | None, wide: bool) -> _Key:
+def product_key(weight: Tensor, bias: Tensor | None, wide: bool) -> ProductKey:
+    """Return the key of a product's shape in `padded` and `chained`."""
     return weight.device, weight.dtype, weight.shape, bias is not None, wide
 
 
-def _product(
+def library_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, out: Tensor | None = None
 ) -> Tensor:
+    """Compute `linear` by the device's library, for exactly these rows."""
     if wide and x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     if wide:
@@ -112,67 +110,6 @@ def row_invariant_products(device: torch.device) -> Iterator[None]:
         for name, setting in saved.items():
             setattr(matmul, name, setting)
         torch.backends.cuda.preferred_blas_library(library)
-
-
-@torch.no_grad()
-def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
-    """Measure products on a GPU, and choose the number of rows to pad to.
-
-    `products` has one weight [N, K] of each shape and its bias [N]; they are overwritten with
-    zeros.
-
-    Returns:
-        The shapes for which the bits of a row depend on the number of rows even with padding.
-    """
-    variant = []
-    for weight, bias in products:
-        generator = torch.Generator(weight.device).manual_seed(0)
-        filled = [weight] if bias is None else [weight, bias]
-        for tensor in filled:
-            tensor.normal_(generator=generator)
-        with warnings.catch_warnings(), row_invariant_products(weight.device):
-            warnings.simplefilter("ignore")  # torch warns that choosing a library is experimental
-            kinds = (False, True) if bias is None and len(weight) <= _MAX_ROUTERS else (False,)
-            same = [_probe(weight, bias, wide, generator) for wide in kinds]
-            if not all(same):
-                variant.append(tuple(weight.shape))
-        for tensor in filled:
-            tensor.zero_()
-    return variant
-
-
-def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Generator) -> bool:
-    """Record the padded numbers of rows; return whether products of these sizes agree bitwise."""
-    most = max(33, min(2 * _RUNGS[-1] + 1, _MAX_ELEMENTS // len(weight)))
-    x = torch.empty((most, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-    x.normal_(generator=generator)
-    whole = _product(x, weight, bias, wide)
-    times: dict[int, float] = {}
-    for rows in _RUNGS:
-        if rows < most and torch.equal(_product(x[:rows], weight, bias, wide), whole[:rows]):
-            times[rows] = _shortest(x[:rows], weight, bias, wide)
-    chosen = {rows: _fastest(times, rows) for rows in _RUNGS if rows < most}
-    if any(rows != more for rows, more in chosen.items()):
-        rungs = (_RUNGS[bisect_left(_RUNGS, count)] for count in range(max(chosen) + 1))
-        _padded[_key(weight, bias, wide)] = tuple(chosen[rung] for rung in rungs)
-    return all(more in times for more in chosen.values())
-
-
-def _fastest(times: dict[int, float], rows: int) -> int:
-    """Return the smallest number of rows, at least `rows`, whose product is not slow."""
-    enough = {more: time for more, time in times.items() if more >= rows}
-    limit = _SLOW * min(enough.values(), default=0.0)
-    return min((more for more, time in enough.items() if time <= limit), default=rows)
-
-
-def _shortest(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> float:
-    """Return the milliseconds of a product, the minimum of several repeats."""
-    clock = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
-    for event in clock:
-        event.record()
-        _product(x, weight, bias, wide)
-    torch.cuda.synchronize(x.device)
-    return min(first.elapsed_time(then) for first, then in pairwise(clock))
 
 
 def rms_norm(

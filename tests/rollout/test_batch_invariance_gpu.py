@@ -13,7 +13,9 @@ import torch
 from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rollout import Engine, SamplingParams
-from rollout.ops.row_wise import linear, probe_products, row_invariant_products
+from rollout.ops.chain_product import chain_product
+from rollout.ops.product_probe import define_products, probe_products
+from rollout.ops.row_wise import linear, row_invariant_products
 
 pytestmark = pytest.mark.gpu
 
@@ -181,3 +183,34 @@ def test_rows_of_product_have_same_bits_for_any_number_of_rows(
     exact = x.double() @ weight.double().t()
     error = (whole.double() - exact).abs().max() / exact.abs().mean()
     assert error < 5 * (inner / 16 * 2**-23 + (0 if wide else 2**-8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("words", "inner", "biased"),
+    [
+        (1152, 896, True), (128, 896, True), (896, 896, False), (9728, 896, False),
+        (896, 4864, False), (16384, 896, False), (151936, 896, False),
+        (4608, 3584, True), (512, 3584, True), (3584, 3584, False), (37888, 3584, False),
+        (3584, 18944, False), (16384, 3584, False), (152064, 3584, False),
+    ],
+)  # fmt: skip
+def test_products_of_real_models_have_the_bits_of_the_chain(
+    words: int, inner: int, biased: bool, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Compare at the shapes of Qwen2.5 0.5B and 7B, in the engine and in the trainer."""
+    device, generator = torch.device("cuda:0"), torch.Generator("cuda").manual_seed(1)
+    weight = torch.empty(words, inner, dtype=dtype, device=device)
+    bias = torch.empty(words, dtype=dtype, device=device) if biased else None
+    with caplog.at_level("INFO", "rollout"):
+        define_products([(weight, bias)])
+    assert "computes 1 of 1 products with the defined bits" in caplog.text
+    weight.normal_(generator=generator).mul_(inner**-0.5)
+    if bias is not None:
+        bias.normal_(generator=generator)
+    most = 4096 if words < 65536 else 512
+    x = torch.empty(most, inner, dtype=dtype, device=device).normal_(generator=generator)
+    with row_invariant_products(device):
+        for count in (1, 2, 3, 7, 16, 17, 31, 64, 65, 100, 257, 500, 1000, 2500, 4096):
+            rows = x[-count:]
+            assert torch.equal(linear(rows, weight, bias), chain_product(rows, weight, bias)), count

@@ -5,7 +5,7 @@ differentiates the engine's torch reference. Products need `engine_products` aro
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import Impl, use_triton
 from rollout.ops.experts import Routing
 from rollout.ops.experts import mix_experts as engine_mix_experts
+from rollout.ops.product_probe import define_products as define_engine_products
+from rollout.ops.product_probe import is_probed
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import row_invariant_products
@@ -27,21 +30,37 @@ from rollout.ops.triton_attention import plan_triton, triton_attention
 from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
 
 engine_products = row_invariant_products
-MIN_ROWS = 64  # of a product on a GPU; fewer rows may have other bits
+
+
+def define_products(
+    shapes: Iterable[tuple[int, int, bool]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    routers: bool = False,
+) -> None:
+    """Probe products by shape: outputs N, inputs K, whether there is a bias.
+
+    It is the engine's probe, which decides by bits. With `routers`, small ones are also probed with
+    fp32 results.
+    """
+    if not is_probed(device, dtype):
+        return
+    products = (
+        (
+            torch.empty((outputs, inputs), dtype=dtype, device=device),
+            torch.empty(outputs, dtype=dtype, device=device) if biased else None,
+        )
+        for outputs, inputs, biased in shapes
+    )
+    define_engine_products(products, routers=routers)
+    empty_torch_cache(device)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N]."""
-    return _linear(x, weight, bias).view(*x.shape[:-1], len(weight))
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Compute the rows of `linear`; with `wide`, the fp32 sums of `row_wise.linear`."""
     rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    if x.is_cuda and count < MIN_ROWS:
-        rows = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
-    return engine_linear(rows, weight, bias, wide=wide)[:count]
+    return _Linear.apply(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
@@ -113,6 +132,23 @@ def attention(
     return torch.cat(out).to(q.dtype)
 
 
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return engine_linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (to_x, to_weight, to_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            grad @ weight if to_x else None,
+            grad.t() @ x if to_weight else None,
+            grad.sum(0) if to_bias else None,
+        )
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,7 +184,7 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, wide=True)
+        return engine_linear(x, weight, wide=True)
 
     @staticmethod
     @once_differentiable

@@ -36,6 +36,7 @@ from rollout.tap import tap
 from trainer_bridge.ops.exact import linear
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
+_WIDTHS = tuple(BLOCK << power for power in range(5))  # of slices; few, because each is probed
 _GRADIENTS = 4096  # words of a program that computes gradients
 
 
@@ -141,8 +142,13 @@ def _inputs(
 def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (first word, end) of each slice of the vocabulary."""
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
-    width = max(1, SLICE_BYTES // row // BLOCK) * BLOCK
+    width = max(width for width in _WIDTHS if width * row <= SLICE_BYTES or width == BLOCK)
     yield from ((start, min(start + width, words)) for start in range(0, words, width))
+
+
+def slice_widths(words: int) -> set[int]:
+    """Return all numbers of words that a slice of a vocabulary of `words` can have."""
+    return {min(width, words) for width in _WIDTHS} | {words % width for width in _WIDTHS} - {0}
 
 
 # Registered as torch operations, so that the planner's fake tensors see a single kernel that

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.model import ExpertsConfig, inverse_frequencies, load_model_config
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops import exact
-from trainer_bridge.ops.token_scores import ScoringHead
+from trainer_bridge.ops.token_scores import ScoringHead, slice_widths
 from trainer_bridge.training.lora import expert_layers
 from trainer_bridge.training.moe import Routed, expert_routers
 from trainer_bridge.training.packing import Packing
@@ -75,6 +75,20 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
 
 def _refusal(why: str) -> ValueError:
     return ValueError(f"TrainerConfig.exact {why}; set it to False")
+
+
+def define_products(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Probe the products of an exact model, and replace those of the library that differ."""
+    layers = [layer for layer in model.get_decoder().modules() if type(layer) is nn.Linear]
+    shapes = {
+        (layer.out_features, layer.in_features, layer.bias is not None): None for layer in layers
+    }
+    head, routers = model.get_output_embeddings(), expert_routers(model)
+    weights: list[Any] = [router.weight for router in routers]
+    for words in sorted(slice_widths(head.out_features)):
+        shapes[words, head.in_features, False] = None
+    shapes |= {(*weight.shape, False): None for weight in weights}
+    exact.define_products(shapes, device, dtype, routers=bool(routers))
 
 
 @contextlib.contextmanager

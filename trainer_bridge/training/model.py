@@ -31,7 +31,7 @@ from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, CRITIC, PARAMS, REFERENCE
 from trainer_bridge.training.device import Runtime, side_by_side
-from trainer_bridge.training.exact import make_exact
+from trainer_bridge.training.exact import define_products, make_exact
 from trainer_bridge.training.initial import (
     CheckpointFiles,
     check_directory,
@@ -88,6 +88,7 @@ def build_model(
         score_in_head(model)
     if config.exact and tag == PARAMS:
         make_exact(model, config)
+        define_products(model, runtime.device, config.torch_param_dtype)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)
