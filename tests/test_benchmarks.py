@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 
 import recipes
 from benchmarks import (
+    bench_exact_learning,
     bench_losses,
     bench_sync,
     bench_trl_sync,
@@ -122,6 +124,16 @@ def test_both_sides_of_trls_sync_train_with_a_stand_in_for_vllm(
     for side in bench_trl_sync.SIDES:
         assert len(saved[f"7b-lora, {side}"]["seconds"]) == 2
         assert f"| 7b-lora | {side} |" in table.out
+
+
+def test_mismatch_and_scores_of_exact_and_other_runs_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tiny", "--out", str(tmp_path), "--recipe", "tiny", "--score", "exact_match"]
+    bench_exact_learning.main([*words, "--cases", "exact", "fp8 cache, corrected"])
+    table = capsys.readouterr().out
+    assert re.search(r"\| exact \| \d+ \| 0 \| 0 \|", table), table
+    assert (tmp_path / "bench_exact_learning.png").stat().st_size > 10_000
 
 
 def test_losses_are_drawn_from_finished_runs_when_another_run_fails(
