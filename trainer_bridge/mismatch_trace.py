@@ -34,18 +34,19 @@ from trainer_bridge.training.model import build_model
 OPERATIONS = (
     "embedding",
     *("norm", "q", "k", "v", "q norm", "k norm", "rotary q", "rotary k", "attention", "o"),
-    *("sum with o", "MLP norm", "gate", "up", "activation", "down", "sum with down"),
+    *("sum with o", "MLP norm", "router", "gate", "up", "activation", "down", "sum with down"),
     *("final norm", "logits", "log-softmax"),
 )
 """Operations in the order of computation; those between the first and the last four are a layer's.
 
-A product has the name of its weight. "activation" is silu(gate) * up.
+A product has the name of its weight. "activation" is silu(gate) * up. "router" are its logits, and
+"down" is the whole result of a mixture of experts.
 """
 _OF_OUTPUTS = {
     "embed_tokens": "embedding", "input_layernorm": "norm", "q_proj": "q", "k_proj": "k",
     "v_proj": "v", "q_norm": "q norm", "k_norm": "k norm", "o_proj": "o",
-    "post_attention_layernorm": "MLP norm", "gate_proj": "gate", "up_proj": "up", "mlp": "down",
-    "norm": "final norm",
+    "post_attention_layernorm": "MLP norm", "gate": "router", "gate_proj": "gate", "up_proj": "up",
+    "mlp": "down", "norm": "final norm",
 }  # fmt: skip
 _OF_INPUTS = {
     "o_proj": "attention", "post_attention_layernorm": "sum with o", "down_proj": "activation"
@@ -288,7 +289,8 @@ def _hook(
         record(place, inputs[0])
 
     def after(place: OperationPlace, module: nn.Module, inputs: Any, result: Any) -> None:
-        record(place, result[0] if isinstance(result, tuple) else result)
+        rows = result[0] if isinstance(result, tuple) else result
+        record(place, rows if rows.dim() > 2 else rows[None])
 
     ends = {"embed_tokens": -1, "norm": layers}
     for name, module in decoder.named_modules():

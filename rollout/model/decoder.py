@@ -211,7 +211,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         config = self.config
-        logits = linear(x, self._router, wide=config.wide_router)
+        logits = tap("router", linear(x, self._router, wide=config.wide_router))
         ids, weights = config.routing.choose(logits, self._bias)
         if self.routed is not None:
             self.routed[: len(ids)] = ids

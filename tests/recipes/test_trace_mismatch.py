@@ -66,11 +66,9 @@ IN_MODULES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder as an update writes it."""
-    folder = tmp_path_factory.mktemp("mismatch")
-    save_tiny(folder, "qwen3")
+def recorded_by(folder: Path, family: str) -> Path:
+    """Fill a folder as an update of a model of this family does."""
+    save_tiny(folder, family)
     sequence = UnequalSequence(
         number=3, prompt_ids=[7, 3, 11], response_ids=[5, 90, 2, 8, 4, 1], rollout=[-1.0] * 6,
         trainer=[-1.0, -2.0, *[-1.0] * 4],
@@ -81,6 +79,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     (folder / FILE).write_text(json.dumps(asdict(record)))
     return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded_by(tmp_path_factory.mktemp("mismatch"), "qwen3")
 
 
 @pytest.fixture
@@ -95,6 +98,18 @@ def traced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return trace
 
 
+def plant_in(module: str, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault in a module of the trainer's decoder."""
+    build = mismatch_trace.build_model
+
+    def build_wrong(*arguments: Any) -> Any:
+        model: Any = build(*arguments)
+        plant(model.get_decoder().get_submodule(module))
+        return model
+
+    monkeypatch.setattr(mismatch_trace, "build_model", build_wrong)
+
+
 @pytest.mark.parametrize(("name", "module", "plant"), IN_MODULES, ids=[n for n, *_ in IN_MODULES])
 def test_command_names_the_operation_with_a_planted_fault(
     name: str,
@@ -104,17 +119,27 @@ def test_command_names_the_operation_with_a_planted_fault(
     traced: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    build = mismatch_trace.build_model
-
-    def build_wrong(*arguments: Any) -> Any:
-        model: Any = build(*arguments)
-        plant(model.get_decoder().get_submodule(module))
-        return model
-
-    monkeypatch.setattr(mismatch_trace, "build_model", build_wrong)
+    plant_in(module, plant, monkeypatch)
     text = traced(recorded, status=1)
     assert f"first difference: {name}, token {ROW} of the sequence (decode in the engine)" in text
     assert name.startswith("layer 0") or "1 ulp apart; 1 of" in text
+
+
+def of_router(module: Any) -> None:
+    module.register_forward_hook(lambda module, inputs, routed: (nudged(routed[0]), *routed[1:]))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "plant"),
+    [("router", f"{MLP}.gate", of_router), ("down", f"{MLP}.experts", of_outputs)],
+)
+def test_command_names_an_operation_of_a_mixture_of_experts(
+    name: str, module: str, plant: Any, tmp_path: Path, traced: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plant_in(module, plant, monkeypatch)
+    text = traced(recorded_by(tmp_path, "qwen3_moe"), status=1)
+    assert f"first difference: layer 1, {name}, token {ROW} of the sequence" in text
 
 
 def keys_wrong(*given: Tensor) -> tuple[Tensor, Tensor]:
