@@ -90,7 +90,7 @@ class Engine(EngineBase):
         _check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
-        self._ranks = TensorParallel(config.tensor_parallel_size, group)
+        self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=config.exact)
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
         self.config = config

@@ -195,6 +195,13 @@ BUGS = [
         "            pass",
     ),
     Bug(
+        "an exact trainer of a tensor-parallel engine adds up whole products",
+        "trainer_bridge/training/exact.py",
+        "trainer_bridge/test_exact_ranks.py",
+        "            ranks = config.exact_ranks if name.endswith(ROW_PARALLEL) else 1",
+        "            ranks = 1",
+    ),
+    Bug(
         "an update ignores log-probabilities that differ from the rollout's",
         "trainer_bridge/trainer.py",
         "trainer_bridge/test_exact.py",

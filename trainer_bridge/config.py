@@ -279,6 +279,8 @@ class TrainerConfig:
             log-probabilities in updates with `rollout_logprobs`. A difference raises
             `UnequalTokens` before anything changes; "warn" only counts it. For dense models of the
             families llama, mistral, qwen2 and qwen3, without adapters; on a GPU in half precision.
+        exact_ranks: With `exact`, the `tensor_parallel_size` of the rollout's engines. The forward
+            adds partial sums as these ranks do.
         leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
             copies when it is built, overlapped with other work.
     """
@@ -307,6 +309,7 @@ class TrainerConfig:
     optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
     exact: bool | Literal["warn"] = False
+    exact_ranks: int = 1
     leaving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -337,7 +340,7 @@ class TrainerConfig:
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),
             ("threads", *_COUNT_OR_NONE),
-            ("micro_batch_size", *_COUNT),
+            ("micro_batch_size exact_ranks", *_COUNT),
             ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
             ("loss", self.reference or not self.loss.kl_coef, "kl_coef needs reference=True"),

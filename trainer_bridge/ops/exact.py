@@ -1,13 +1,15 @@
 """The engine's operations with gradients, for a trainer whose forward has the engine's bits.
 
 On a GPU, forward runs the engine's kernels, and backward is deterministic. On the CPU, autograd
-differentiates the engine's torch reference. Products need `engine_products` around them.
+differentiates the engine's torch reference of norms and attention. Products need `engine_products`
+around them.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rollout.ops.row_wise import add_parts, row_invariant_products
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
-from rollout.ops.row_wise import row_invariant_products
 from rollout.ops.row_wise import silu as engine_silu
 from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys
 from rollout.ops.triton_attention import plan_triton, triton_attention
@@ -35,6 +37,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return engine_linear(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
 
 
+def linear_of_ranks(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+    """Compute `linear` as tensor-parallel ranks do that share the inner dimension.
+
+    Each rank rounds its product. The first adds the bias, and the products are added in order.
+    """
+    return linear(x, weight, bias) if ranks == 1 else _OfRanks.apply(x, weight, bias, ranks)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight * x / rms(x) over the last dimension of x [..., H]."""
     return _RMSNorm.apply(x, weight, eps) if x.is_cuda else engine_rms_norm(x, weight, eps)
@@ -42,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """Compute x * sigmoid(x)."""
-    return _Silu.apply(x) if x.is_cuda else engine_silu(x)
+    return _Silu.apply(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +90,24 @@ def attention(
         hidden = hidden_keys(len(queries), len(queries), window, q.device)
         out.append(attend(queries, keys, values, hidden, scale))
     return torch.cat(out).to(q.dtype)
+
+
+class _OfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        shares = zip(
+            x.chunk(ranks, -1), weight.chunk(ranks, -1), (bias, *[None] * (ranks - 1)), strict=True
+        )
+        return add_parts(starmap(linear, shares))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, rows.t() @ x.flatten(0, -2), grad_bias, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -24,6 +24,7 @@ from trainer_bridge.training.packing import Packing
 ATTENTION = "exact"
 """Name under which `make_exact` registers `exact_attention` with transformers."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROW_PARALLEL = ("o_proj", "down_proj")  # layers whose inner dimension the engine's ranks share
 _SAME_BITS = {
     "add", "mul", "neg", "embedding", "empty",
     "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
@@ -52,7 +53,8 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
         if type(module) is nn.Linear:
-            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+            ranks = config.exact_ranks if name.endswith(ROW_PARALLEL) else 1
+            module.forward = partial(_linear, module, ranks)  # type: ignore[method-assign]
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
         elif name.endswith("rotary_emb"):
@@ -102,9 +104,9 @@ def exact_attention(
     return out[None], None
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
     with _own():
-        return exact.linear(x, layer.weight, layer.bias)
+        return exact.linear_of_ranks(x, layer.weight, layer.bias, ranks)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
