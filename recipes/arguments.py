@@ -84,6 +84,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         param_dtype=recipe.model.dtype,
         fp32_router=recipe.model.fp32_router,
         exact=recipe.exact,
+        exact_ranks=recipe.engine.tensor_parallel_size,
         seed=recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
         leaving=leaving_tags(recipe),

@@ -189,9 +189,10 @@ class EngineConfig:
         fp32_router: Compute the routers' logits, and the weights of experts' outputs, in fp32 for
             any dtype of the model.
         exact: Refuse whatever would give log-probabilities other bits than a trainer with
-            `TrainerConfig.exact`: a quantized cache, double sparsity, several ranks, models without
-            plain attention, or fp32 on a GPU. At start, the library's products are compared with
-            their definition, and replaced by Triton's where they differ.
+            `TrainerConfig.exact`: a quantized cache, double sparsity, models without plain
+            attention, several ranks of a mixture of experts, or fp32 on a GPU. At start, the
+            library's products are compared with their definition, and replaced by Triton's where
+            they differ. More than two ranks add their partial sums in the order of the ranks.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
         seed: Seed from which requests without a seed receive theirs, in the order of requests.
         tensor_parallel_size: Number of ranks that share the model. Each has an engine with this
@@ -254,7 +255,6 @@ class EngineConfig:
             rule = "has other bits than an exact trainer; use exact=False"
             check_option(self, "kv_cache_dtype", self.kv_cache_dtype == "auto", rule)
             check_option(self, "double_sparsity", self.double_sparsity is None, rule)
-            check_option(self, "tensor_parallel_size", self.tensor_parallel_size == 1, rule)
         sparse, fp4 = self.double_sparsity is not None, self.kv_cache_dtype == "fp4_e2m1"
         if sparse:
             rule = "has no double sparsity; use attention='torch' or 'auto'"

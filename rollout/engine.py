@@ -90,14 +90,14 @@ class Engine(EngineBase):
         _check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
-        self._ranks = TensorParallel(config.tensor_parallel_size, group)
+        self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=config.exact)
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         if config.exact:
-            _check_exact(model, dtype, saver.device)
+            _check_exact(model, dtype, saver.device, config.tensor_parallel_size)
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
@@ -666,9 +666,12 @@ def _context_len(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_context_len
 
 
-def _check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def _check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
     """Raise a ValueError if a trainer cannot compute the bits of this model."""
     if not model.is_plain:
         raise ValueError("exact=True is for models with plain attention; use exact=False")
+    if model.has_experts and ranks > 1:
+        rule = f"exact=True excludes tensor_parallel_size={ranks} for a mixture of experts"
+        raise ValueError(f"{rule}; use exact=False")
     if device.type == "cuda" and dtype == torch.float32:
         raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")

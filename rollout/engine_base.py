@@ -12,6 +12,7 @@ from torch import Tensor
 from memsaver import Event, MemorySaver, PoolTicket, Release, Report, Usage
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
+from rollout.parallel import TensorParallel
 from rollout.tag_names import TAGS
 from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightLayout, WriteReceipt
 from rollout.weights.pages import WeightPages
@@ -113,6 +114,7 @@ class EngineBase(SaverSide):
 
     store: WeightPages
     tags: Sequence[str] = TAGS
+    _ranks: TensorParallel
     _update: WeightUpdate
 
     # ---------------------------------------------------------------- weights
@@ -140,11 +142,13 @@ class EngineBase(SaverSide):
         The weights may be asleep.
 
         Returns:
-            The manifest, the device, and the shapes of the buffers.
+            The manifest, the device, the shapes of the buffers, and the number of ranks.
         """
         buffers = {name: tuple(buffer.shape) for name, buffer in self.store.buffers.items()}
         place = place_of(self.saver.device)
-        return WeightLayout(manifest=self.manifest, place=place, buffers=buffers)
+        return WeightLayout(
+            manifest=self.manifest, place=place, buffers=buffers, ranks=self._ranks.size
+        )
 
     @held()
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:

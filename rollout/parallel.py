@@ -21,6 +21,7 @@ from memsaver.memory import on_a_tag
 from memsaver.ops.layout import round_up
 from memsaver.system.plain import all_gather_plain
 from rollout.errors import RankError
+from rollout.ops.row_wise import add_parts
 
 _GRACE_SECONDS = 2.0  # for the other ranks to post the stage in which they stopped
 STAGING_BYTES = 32 << 20
@@ -31,15 +32,19 @@ class TensorParallel:
     """A process's rank in a tensor-parallel engine, and its collectives.
 
     All ranks call the same methods in the same order. With one rank, nothing is exchanged.
+
+    Attributes:
+        exact: Whether partial sums are added in the order of the ranks. A sum of two has the same
+            bits in any order.
     """
 
-    def __init__(self, size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, size: int, group: dist.ProcessGroup | None, *, exact: bool = False) -> None:
         """Join a group of `size` ranks, gloo for the CPU or NCCL for GPUs; None for one rank."""
         ranks = 1 if group is None else dist.get_world_size(group)
         if ranks != size:
             rule = f"needs Engine(..., group=) of as many ranks, got {ranks}; make them equal"
             raise ValueError(f"tensor_parallel_size={size} {rule}")
-        self.size = size
+        self.size, self.exact = size, exact
         self.rank = 0 if group is None else dist.get_rank(group)
         self.failure: str | None = None
         self._group = group
@@ -66,8 +71,10 @@ class TensorParallel:
             )
 
     def sum(self, x: Tensor, stage: str) -> Tensor:
-        """Sum `x` over the ranks, in place, and return it."""
-        if self.size > 1:
+        """Sum the ranks' partial sums `x` [T, hidden] in place, and return the sum."""
+        if self.size > 2 and self.exact:
+            self._exchange(stage, lambda: self._sum_in_order(x))
+        elif self.size > 1:
             self._exchange(stage, lambda: self._sum(x))
         return x
 
@@ -102,7 +109,9 @@ class TensorParallel:
         at = token_ids - self.rank * len(rows)
         elsewhere = (at < 0) | (at >= len(rows))
         mine = F.embedding(at.masked_fill(elsewhere, 0), rows)
-        return self.sum(mine.masked_fill_(elsewhere.unsqueeze(1), 0), "embedding")
+        mine.masked_fill_(elsewhere.unsqueeze(1), 0)
+        self._exchange("embedding", lambda: self._sum(mine))  # zeros and one row: no rounding
+        return mine
 
     def join(self, columns: Tensor, width: int) -> Tensor:
         """Concatenate all ranks' [T, columns] to [T, width], without the padding past `width`."""
@@ -123,6 +132,13 @@ class TensorParallel:
             mine = staged[: len(part)].copy_(part)
             dist.all_reduce(mine, group=self._group)
             part.copy_(mine)
+
+    def _sum_in_order(self, x: Tensor) -> None:
+        most = STAGING_BYTES // (self.size * x.shape[1] * x.itemsize)
+        for part in x.split(max(1, most)):
+            gathered = part.new_empty((self.size, *part.shape))
+            self._gather(part, gathered)
+            part.copy_(add_parts(gathered.unbind(0)))
 
     def _gather(self, columns: Tensor, gathered: Tensor) -> None:
         """Gather [T, columns] of every rank into [ranks, T, columns]."""

@@ -198,7 +198,7 @@ BUGS = [
         "an exact trainer does not compare the library's products with their definition",
         "trainer_bridge/training/model.py",
         "trainer_bridge/test_exact_products.py",
-        "        define_products(model, runtime.device, config.torch_param_dtype)\n",
+        "        define_products(model, runtime.device, config)\n",
         "",
     ),
     Bug(
@@ -207,6 +207,13 @@ BUGS = [
         "rollout/test_experts.py",
         "return scores.sort(dim=-1, descending=True, stable=True)",
         "return scores.size(-1) - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True)",
+    ),
+    Bug(
+        "an exact trainer of a tensor-parallel engine adds up whole products",
+        "trainer_bridge/training/exact.py",
+        "trainer_bridge/test_exact_ranks.py",
+        "    return exact_ranks if layer.endswith(ROW_PARALLEL) else 1",
+        "    return 1",
     ),
     Bug(
         "an exact trainer leaves the routers to transformers",

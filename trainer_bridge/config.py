@@ -280,6 +280,8 @@ class TrainerConfig:
             `UnequalTokens` before anything changes; "warn" only counts it. For models of the
             families llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe, without adapters; on a GPU
             in half precision.
+        exact_ranks: With `exact`, the `tensor_parallel_size` of the rollout's engines. The forward
+            adds partial sums as these ranks do; 1 for mixtures of experts.
         mismatch_dir: Directory to which the first update with such a difference saves the weights
             and unequal sequences, before it raises or goes on (`trace_mismatch`). None: nothing is
             saved.
@@ -311,6 +313,7 @@ class TrainerConfig:
     optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
     exact: bool | Literal["warn"] = False
+    exact_ranks: int = 1
     mismatch_dir: str | None = None
     leaving: tuple[str, ...] = ()
 
@@ -342,7 +345,7 @@ class TrainerConfig:
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),
             ("threads", *_COUNT_OR_NONE),
-            ("micro_batch_size", *_COUNT),
+            ("micro_batch_size exact_ranks", *_COUNT),
             ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
             ("loss", self.reference or not self.loss.kl_coef, "kl_coef needs reference=True"),

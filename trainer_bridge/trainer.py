@@ -421,8 +421,9 @@ class Trainer(SaverSide):
             self._sync.close()
         agreement, place = group_agreement(group or dist.group.WORLD), place_of(self.device)
         self._sync = WeightSync(
-            self._shards.described(), self._tensors, targets, agreement, place=place
-        )
+            self._shards.described(), self._tensors, targets, agreement, place=place,
+            ranks=self.config.exact_ranks if self.config.exact else None,
+        )  # fmt: skip
         if self._layout is not None:
             self._share = PageAlias(self.saver, PARAMS, self._layout, self._sync)
 

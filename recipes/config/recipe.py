@@ -301,8 +301,6 @@ class Recipe:
             yield "engine.kind", f"computes other bits than exact={shown(self.exact)} promises"
         if self.engine.kv_cache_dtype != "auto":
             yield "engine.kv_cache_dtype", rounds
-        if self.engine.tensor_parallel_size > 1:
-            yield "engine.tensor_parallel_size", f"{rounds}: ranks add rounded sums"
         if self.lora.rank:
             yield "lora.rank", f"{rounds}: the engine serves merged adapters"
         if self.correction_mode != "none":

@@ -150,6 +150,8 @@ class StagedCache(NamedTuple):
         heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009
         widths = [(name, width) for name, (_, width) in layout.rows.items()]
         geometry = f"{heads} KV heads of {widths} in {k.dtype}, {model}"
+        if ranks.exact:  # the number of partial sums decides the bits
+            geometry += f", exact with tensor_parallel_size={ranks.size}"
         return cls(k, v, heads, geometry, ranks.rank, ranks.size)
 
     def nbytes(self, tokens: int, heads: int) -> int:

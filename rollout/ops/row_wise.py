@@ -8,7 +8,8 @@ the order of rounding. cuBLASLt without this split computes a row of a half-prec
 the same bits for any number of rows, with two exceptions at few rows: for some shapes it only has a
 kernel that is up to eleven times slower, and the bits of a single row may differ. `product_probe`
 finds these cases. On a GPU, products of fp32 tensors keep the library's choice. On the CPU, rows
-are padded to a multiple of `CPU_ROWS`.
+are padded to a multiple of `CPU_ROWS`, and weights with fewer outputs to `CPU_ROWS`, so that a rank
+with a part of the outputs computes the bits of the whole weight.
 
 Norm and activation have a torch reference and a Triton kernel. As in transformers, the norm is fp32
 up to the weight and the model dtype from there on. The kernel rounds at the same points; only the
@@ -17,7 +18,7 @@ order of its sum of squares differs. A program computes one wide row or several 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from memsaver.ops.layout import round_up
 from memsaver.system.devices import Impl, use_triton
 from rollout.ops.chain_product import chain_product
 
-CPU_ROWS = 16  # fewer rows of fp32 may take another path through the library, and other bits
+CPU_ROWS = 16  # fewer rows or outputs of fp32 may take another path through the library
 _TILE = 1024  # elements of a norm's program, unless one row is longer
 _BLOCK = 1024
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -66,10 +67,25 @@ def linear(
         rows = chosen[count]
     else:
         rows = count if x.is_cuda else round_up(count, CPU_ROWS)
+    if not x.is_cuda and (outputs := len(weight)) < CPU_ROWS:
+        weight, bias = _padded_outputs(weight, bias)
+        result = linear(x, weight, bias, wide=wide)[:, :outputs].contiguous()
+        return result if out is None else out.copy_(result)
     if rows == count:
         return library_product(x, weight, bias, wide, out)
     result = library_product(F.pad(x, (0, 0, 0, rows - count)), weight, bias, wide)[:count]
     return result if out is None else out.copy_(result)
+
+
+def add_parts(parts: Iterable[Tensor]) -> Tensor:
+    """Add partial sums in order, and round after each addition."""
+    first, *others = parts
+    return sum(others, first)
+
+
+def _padded_outputs(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    spare = CPU_ROWS - len(weight)
+    return F.pad(weight, (0, 0, 0, spare)), None if bias is None else F.pad(bias, (0, spare))
 
 
 def product_key(weight: Tensor, bias: Tensor | None, wide: bool) -> ProductKey:
@@ -220,7 +236,7 @@ def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
     """
     if not use_triton(impl, gate_up.device):
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu(gate, "torch") * up
     tokens, width = gate_up.shape
     assert width % 2 == 0 and gate_up.stride(1) == 1
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
@@ -244,9 +260,13 @@ def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[
 
 
 def silu(x: Tensor, impl: Impl = "auto") -> Tensor:
-    """Compute silu of a contiguous tensor, with the bits that `silu_mul` multiplies."""
+    """Compute silu of a contiguous tensor, with the bits that `silu_mul` multiplies.
+
+    On the CPU, torch's own silu gives the last elements of a row other bits.
+    """
     if not use_triton(impl, x.device):
-        return F.silu(x)
+        wide = x.float()
+        return (wide / (1 + (-wide).exp())).to(x.dtype)
     x = x.contiguous()
     out = torch.empty_like(x)
     with torch.cuda.device_of(out):

@@ -140,11 +140,13 @@ class WeightLayout:
         place: Device of the pages (`memsaver.system.devices.place_of`).
         buffers: Shapes by name of tensors other than parameters, such as router biases. Their
             values arrive in a `WriteReceipt`.
+        ranks: Number of the engine's tensor-parallel ranks, each of which has a layout.
     """
 
     manifest: Manifest
     place: str
     buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,22 @@ def test_run_on_two_devices_equals_one_device_until_a_rank_dies(
     assert contents(tmp_path / "out") == contents(tmp_path / "exports" / "step_2")
 
 
+def test_exact_run_of_a_tensor_parallel_engine_has_the_bits_of_its_trainer_of_two_ranks(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    words = [*TWO, "engine.tensor_parallel_size=2", "exact=true", "steps=2", "eval.every=0"]
+    words += ["trainer.learning_rate=0.01", "task.workers=0"]
+    words.append("task.rewards=[tests.helpers.recipes.reward_functions:kept]")
+    with without_pictures():
+        assert main(["run", *words, "--run-dir", str(tmp_path)]) == 0
+    steps = rows(tmp_path, "train")
+    assert len(steps) == 2
+    for row in steps:
+        assert row["unequal_tokens"] == row["mismatch_max"] == 0 < row["grad_norm"]
+    assert owners(tmp_path) == {"stages", "trainer[0]", "trainer[1]", "rollout[0]", "rollout[1]"}
+    ray_cluster.wait_free()
+
+
 @pytest.mark.extended  # the restart itself: test_restarts.py
 def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path

@@ -174,6 +174,26 @@ def test_captured_collectives_through_staging_memory_equal_plain_ones(tmp_path: 
     assert results(start_ranks(staged, 2, tmp_path / "store")) == [[True] * 3] * 2
 
 
+def summed(rank: int) -> list[torch.Tensor]:
+    """Return exact sums over four ranks, plain and captured, and the additions in rank order."""
+    ranks = TensorParallel(4, dist.group.WORLD, exact=True)
+    ranks.stage_captures(1024, torch.bfloat16, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(4, 5000, 1024, generator=generator).bfloat16()  # 39 MiB, in two parts
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    plain = ranks.sum(parts[rank].clone(), "x")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = ranks.sum(parts[rank].clone(), "x")
+    return [plain, captured, expected]
+
+
+def test_exact_sum_of_four_ranks_adds_in_their_order(tmp_path: Path) -> None:
+    for plain, captured, expected in results(start_ranks(summed, 4, tmp_path / "store")):
+        assert torch.equal(plain, expected) and torch.equal(captured, expected)
+
+
 # ---------------------------------------------------------------- failures
 
 

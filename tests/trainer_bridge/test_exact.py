@@ -212,10 +212,7 @@ def test_probe_names_operations_that_are_not_the_engines(tmp_path: Path) -> None
     assert {"pow", "mean", "rsqrt", "topk", "_softmax"} <= foreign_operations(model)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"kv_cache_dtype": "fp8_e4m3"}, {"double_sparsity": SPARSE}, {"tensor_parallel_size": 2}],
-)
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8_e4m3"}, {"double_sparsity": SPARSE}])
 def test_engine_refuses_options_with_other_bits(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="has other bits than an exact trainer; use exact=False"):
         EngineConfig(exact=True, **options)

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 
 from rollout import Completion, Engine, SamplingParams
 from rollout.ops.torch_attention import attend, hidden_keys
+from tests.helpers.ranks import results, start_ranks
+from tests.helpers.trainer_bridge.exact_ranks import unequal_in_rounds
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.mismatch_trace import trace_mismatch
@@ -141,6 +143,29 @@ def test_trace_runs_both_sides_on_a_gpu_and_names_a_planted_fault(
     monkeypatch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-7))
     first = trace_mismatch(tmp_path / "mismatch", device="cuda:0").first
     assert first is not None and first.place == (0, "activation") and first.position == 0
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b"])
+def test_bits_of_a_tensor_parallel_engine_and_a_trainer_of_two_ranks_are_equal(
+    name: str, tmp_path: Path
+) -> None:
+    path = described(name, tmp_path / "model")
+    config = TrainerConfig(
+        model_path=str(path), random_init=True, device="cuda", exact=True, learning_rate=1e-4,
+        param_dtype="bfloat16", micro_batch_size=2, activation_checkpointing="layers",
+    )  # fmt: skip
+    settings = {"kv_tokens": 65536, "max_running": 32, "max_context_len": 8192}
+    ways: list[dict[str, Any]] = [
+        {"max_prefill_tokens": 8192},
+        {"max_prefill_tokens": 384, "prefix_cache": False, "max_running": 3},
+        {"max_prefill_tokens": 8192, "cuda_graphs": False},
+    ]
+    arguments = config, [{**settings, **way} for way in ways], prompts_of(LENGTHS)
+    ranks = start_ranks(
+        unequal_in_rounds, 2, tmp_path / "store", *arguments, backend="nccl", seconds=300
+    )
+    assert results(ranks, 600) == [[0, 0]] * 2
 
 
 def test_two_updates_from_the_same_weights_have_the_same_bits(tmp_path: Path) -> None:

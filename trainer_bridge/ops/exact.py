@@ -1,13 +1,15 @@
 """The engine's operations with gradients, for a trainer whose forward has the engine's bits.
 
 On a GPU, forward runs the engine's kernels, and backward is deterministic. On the CPU, autograd
-differentiates the engine's torch reference. Products need `engine_products` around them.
+differentiates the engine's torch reference of norms and attention. Products need `engine_products`
+around them.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ from rollout.ops.experts import Routing
 from rollout.ops.experts import mix_experts as engine_mix_experts
 from rollout.ops.product_probe import define_products as define_engine_products
 from rollout.ops.product_probe import is_probed
+from rollout.ops.row_wise import add_parts, row_invariant_products
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
-from rollout.ops.row_wise import row_invariant_products
 from rollout.ops.row_wise import silu as engine_silu
 from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys
 from rollout.ops.triton_attention import plan_triton, triton_attention
@@ -57,10 +59,14 @@ def define_products(
     empty_torch_cache(device)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Tensor:
+    """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N].
+
+    The product is that of tensor-parallel ranks that share the inner dimension: each rounds its
+    part, the first adds the bias, and the parts are added in order.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    return _Linear.apply(rows, weight, bias).view(*x.shape[:-1], len(weight))
+    return _Linear.apply(rows, weight, bias, ranks).view(*x.shape[:-1], len(weight))
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
@@ -92,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """Compute x * sigmoid(x)."""
-    return _Silu.apply(x) if x.is_cuda else engine_silu(x)
+    return _Silu.apply(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,18 +140,21 @@ def attention(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return engine_linear(x, weight, bias)
+        biases = bias, *[None] * (ranks - 1)
+        shares = zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
+        return add_parts(starmap(engine_linear, shares))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (to_x, to_weight, to_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight), (to_x, to_weight, to_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
         return (
             grad @ weight if to_x else None,
             grad.t() @ x if to_weight else None,
             grad.sum(0) if to_bias else None,
+            None,
         )
 
 

@@ -127,6 +127,7 @@ class WeightSync:
         *,
         place: str,
         device: torch.device | None = None,
+        ranks: int | None = None,
     ) -> None:
         """Plan the sync.
 
@@ -140,6 +141,7 @@ class WeightSync:
             agreement: Agreement of all ranks; None for a single rank.
             place: Place of this rank's device, as in `WeightLayout`.
             device: Device of this rank; None: that of the sources.
+            ranks: Number of tensor-parallel ranks that every engine must have; None: any.
 
         Raises:
             ValueError: Shards and targets do not fit; the text lists the differences. Nothing has
@@ -150,6 +152,7 @@ class WeightSync:
         self._shards = tuple(shards)
         self.sources = sources
         self._version: int | None = None
+        self._ranks = ranks
         self._device = device or device_of(sources())
         members = agreement.agree(
             "connect", lambda: (place, list(shards), [t.weight_layout() for t in self.targets])
@@ -177,6 +180,10 @@ class WeightSync:
         """Build the plan, the same on all ranks, and return the targets this rank cannot map."""
         shards = list(chain.from_iterable(held for _, held, _ in members))
         layouts = list(chain.from_iterable(offered for _, _, offered in members))
+        for layout in layouts:
+            if self._ranks not in (None, layout.ranks):
+                text = f"an engine has tensor_parallel_size={layout.ranks}, and the trainer adds"
+                raise ValueError(f"{text} as exact_ranks={self._ranks} do; make them equal")
         known = dict(chain.from_iterable(layout.buffers.items() for layout in layouts))
         held = {shard.name for shard in shards}
         if missing := sorted(known.keys() - held):

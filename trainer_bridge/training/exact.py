@@ -26,6 +26,7 @@ from trainer_bridge.training.packing import Packing
 ATTENTION = "exact"
 """Name under which `make_exact` registers `exact_attention` with transformers."""
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+ROW_PARALLEL = ("o_proj", "down_proj")  # layers whose inner dimension the engine's ranks share
 _SAME_BITS = {
     "add", "mul", "neg", "embedding", "empty",
     "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
@@ -51,11 +52,14 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     model.set_attn_implementation(ATTENTION)
     model.packs = model.exact = True
     description = load_model_config(config.model_dir)
+    if description.has_experts and config.exact_ranks > 1:
+        raise _refusal(f"excludes exact_ranks={config.exact_ranks} for a mixture of experts")
     mixer: Any = description.mixers[0]
     width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
         if type(module) is nn.Linear:
-            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+            ranks = _ranks_of(name, config.exact_ranks)
+            module.forward = partial(_linear, module, ranks)  # type: ignore[method-assign]
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
         elif name.endswith("rotary_emb"):
@@ -77,18 +81,25 @@ def _refusal(why: str) -> ValueError:
     return ValueError(f"TrainerConfig.exact {why}; set it to False")
 
 
-def define_products(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+def define_products(model: Any, device: torch.device, config: TrainerConfig) -> None:
     """Probe the products of an exact model, and replace those of the library that differ."""
-    layers = [layer for layer in model.get_decoder().modules() if type(layer) is nn.Linear]
-    shapes = {
-        (layer.out_features, layer.in_features, layer.bias is not None): None for layer in layers
-    }
+    shapes = dict[tuple[int, int, bool], None]()
+    for name, layer in model.get_decoder().named_modules():
+        if type(layer) is nn.Linear:
+            ranks = _ranks_of(name, config.exact_ranks)
+            for biased in {layer.bias is not None, layer.bias is not None and ranks == 1}:
+                shapes[layer.out_features, layer.in_features // ranks, biased] = None
     head, routers = model.get_output_embeddings(), expert_routers(model)
     weights: list[Any] = [router.weight for router in routers]
     for words in sorted(slice_widths(head.out_features)):
         shapes[words, head.in_features, False] = None
     shapes |= {(*weight.shape, False): None for weight in weights}
-    exact.define_products(shapes, device, dtype, routers=bool(routers))
+    exact.define_products(shapes, device, config.torch_param_dtype, routers=bool(routers))
+
+
+def _ranks_of(layer: str, exact_ranks: int) -> int:
+    """Return the number of the engine's ranks that share the inner dimension of a layer."""
+    return exact_ranks if layer.endswith(ROW_PARALLEL) else 1
 
 
 @contextlib.contextmanager
@@ -125,9 +136,9 @@ def exact_attention(
     return out[None], None
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
     with _own():
-        return exact.linear(x, layer.weight, layer.bias)
+        return exact.linear(x, layer.weight, layer.bias, ranks)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def build_model(
         score_in_head(model)
     if config.exact and tag == PARAMS:
         make_exact(model, config)
-        define_products(model, runtime.device, config.torch_param_dtype)
+        define_products(model, runtime.device, config)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)

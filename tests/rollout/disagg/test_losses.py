@@ -235,6 +235,17 @@ def test_connect_refuses_engines_that_do_not_match(
     theirs.close()
 
 
+def test_connect_refuses_an_exact_engine_of_another_size(path: str, address: str) -> None:
+    engine = DecodeEngine.from_pretrained(path, exact=True, **CONFIG)
+    ranks = TensorParallel(1, None, exact=True)
+    geometry = StagedCache.of(engine.model, engine.cache, ranks).geometry
+    theirs = greeted(engine, address, geometry=geometry.replace("size=1", "size=2"))
+    rule = "exact with tensor_parallel_size=2, this one .* exact with tensor_parallel_size=1; they"
+    with pytest.raises(ValueError, match=rule):
+        engine.connect(address, KEY, GroupTransport([0]), prefill_ranks=1, ring_bytes=1 << 12)
+    theirs.close()
+
+
 def test_serve_raises_and_frees_pages_when_decode_rank_dies(path: str, address: str) -> None:
     # the rank dies after it has requested a prompt, before its ring is ready for the prompt
     engine = PrefillEngine.from_pretrained(path, **CONFIG)

@@ -1,0 +1,156 @@
+"""An exact trainer computes the bits of tensor-parallel engines, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollout import Completion, Engine
+from rollout.ops.row_wise import linear as engine_linear
+from rollout.ops.row_wise import silu_mul
+from tests.helpers.case_selection import some
+from tests.helpers.models import save_tiny
+from tests.helpers.ranks import results, start_ranks
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.trainer_bridge.exact_ranks import sample, sampled_batch, unequal_in_rounds
+from trainer_bridge import Trainer, TrainerConfig
+from trainer_bridge.ops.exact import linear, silu
+
+# Two KV heads, which four ranks copy; 199 tokens of vocabulary, which no size divides; ranks with
+# fewer than 16 rows of a weight; biases of all products of attention.
+MODELS: list[tuple[str, str, dict[str, Any]]] = some(
+    ("llama", "bfloat16", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen2", "float32", {"intermediate_size": 24}),
+    whole=[
+        ("qwen3", "float32", {"head_dim": 4}),
+        ("qwen3", "bfloat16", {"head_dim": 16}),
+        ("mistral", "float32", {"sliding_window": 37}),
+        ("llama", "float32", {"attention_bias": True}),
+    ],
+)
+IDS = [f"{family}-{dtype}" for family, dtype, _ in MODELS]
+SIZES = (2, 4)
+PROMPTS = random_prompts((3, 130, 257, 40, 1))
+WAYS: list[dict[str, Any]] = [
+    {"max_prefill_tokens": 512},
+    {"max_prefill_tokens": 50, "prefix_cache": False, "max_running": 2},
+]
+SETTINGS: dict[str, Any] = {"kv_tokens": 2048, "page_size": 4}
+
+
+def trainer_config(path: Path | str, dtype: Any, **changes: Any) -> TrainerConfig:
+    return TrainerConfig(
+        model_path=str(path), param_dtype=dtype, exact=True, micro_batch_size=2, threads=1,
+        learning_rate=1e-2, **changes,
+    )  # fmt: skip
+
+
+def generate(rank: int, models: list[tuple[str, str]]) -> dict[int, list[list[list[Completion]]]]:
+    """Return the answers of engines of two and four ranks, for each model and way to batch.
+
+    `models` are pairs of path and dtype.
+    """
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    groups = {2: pairs[rank // 2], 4: dist.group.WORLD}
+    return {
+        size: [
+            [answers(path, dtype, size, groups[size], way) for way in WAYS]
+            for path, dtype in models
+        ]
+        for size in SIZES
+    }
+
+
+def answers(path: str, dtype: str, size: int, group: Any, way: dict[str, Any]) -> list[Completion]:
+    engine = Engine.from_pretrained(
+        path, dtype=getattr(torch, dtype), tensor_parallel_size=size, group=group, exact=True,
+        **SETTINGS, **way,
+    )  # fmt: skip
+    return sample(engine, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folders = [tmp_path_factory.mktemp("model") for _ in MODELS]
+    for folder, (family, _, fields) in zip(folders, MODELS, strict=True):
+        save_tiny(folder, family, **fields)
+    return [str(folder) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def by_rank(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
+    store = tmp_path_factory.mktemp("meet") / "store"
+    models = [(path, dtype) for path, (_, dtype, _) in zip(paths, MODELS, strict=True)]
+    return results(start_ranks(generate, 4, store, models), 400)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", range(len(MODELS)), ids=IDS)
+def test_trainer_computes_the_bits_of_tensor_parallel_engines(
+    model: int, size: int, paths: list[str], by_rank: list[dict[int, Any]]
+) -> None:
+    first, *others = (way for ranks in by_rank for way in ranks[size][model])
+    for answers in others:
+        assert [a.logprobs for a in answers] == [a.logprobs for a in first]
+    batch = sampled_batch(PROMPTS, first)
+    for ranks in (1, size):
+        trainer = Trainer(trainer_config(paths[model], MODELS[model][1], exact_ranks=ranks))
+        assert (trainer.compute_log_prob(batch) == batch.rollout_logprobs) is (ranks == size)
+        if ranks == size:
+            assert trainer.update_actor(batch)["unequal_tokens"] == 0
+        trainer.close()
+        trainer.saver.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_compute_the_bits_of_their_engines_with_unequal_parts_of_a_batch(
+    dtype: str, paths: list[str], tmp_path: Path
+) -> None:
+    engines = [{**SETTINGS, **way} for way in WAYS]
+    arguments = trainer_config(paths[0], dtype), engines, PROMPTS
+    ranks = results(start_ranks(unequal_in_rounds, 2, tmp_path / "store", *arguments))
+    assert ranks == [[0, 0]] * 2
+
+
+def test_trainer_refuses_engines_of_another_size(paths: list[str]) -> None:
+    trainer = Trainer(trainer_config(paths[0], "float32", exact_ranks=2))
+    rule = "an engine has tensor_parallel_size=1, and the trainer adds as exact_ranks=2 do"
+    with pytest.raises(ValueError, match=rule):
+        trainer.connect([Engine.from_pretrained(paths[0], kv_tokens=64)])
+    trainer.close()
+    trainer.saver.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [10, 24, 80, 199])
+def test_parts_of_a_product_and_of_the_activation_have_the_bits_of_the_whole(
+    outputs: int, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = (37, 48), (outputs, 48), (outputs,)
+    x, weight, bias = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    whole = engine_linear(x, weight, bias)
+    for ranks in (2, 4, 8):
+        parts = zip(weight.chunk(ranks), bias.chunk(ranks), strict=True)
+        columns = [engine_linear(x[:5], *part) for part in parts]
+        assert torch.equal(torch.cat(columns, 1), whole[:5])
+        activated = [silu_mul(part.repeat(1, 2)) for part in columns]
+        assert torch.equal(torch.cat(activated, 1), silu(whole)[:5] * whole[:5])
+
+
+def test_gradients_of_a_product_of_ranks_are_those_of_one_product() -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=draw) for shape in ((2, 7, 48), (32, 48), (32,))]
+    slope = torch.randn(2, 7, 32, generator=draw)
+    gradients = []
+    for ranks in (1, 4):
+        ours = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = linear(*ours, ranks)
+        out.backward(slope)
+        torch.testing.assert_close(out, linear(*inputs))
+        gradients.append([tensor.grad for tensor in ours])
+    torch.testing.assert_close(*gradients)
