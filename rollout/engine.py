@@ -97,7 +97,7 @@ class Engine(EngineBase):
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         if config.exact:
-            _check_exact(model, dtype, saver.device, config.tensor_parallel_size)
+            check_exact(model, dtype, saver.device, config.tensor_parallel_size)
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
@@ -666,7 +666,7 @@ def _context_len(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_context_len
 
 
-def _check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
     """Raise a ValueError if a trainer cannot compute the bits of this model."""
     if not model.is_plain:
         raise ValueError("exact=True is for models with plain attention; use exact=False")
