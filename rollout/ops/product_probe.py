@@ -30,9 +30,7 @@ _MAX_ELEMENTS = 1 << 24  # maximum size of a measured product, in elements (32 M
 _MAX_COMPARED = 1 << 26  # the same of a product that is compared with its definition (128 MiB)
 _ELEMENTS = 1 << 13  # elements to compare of few rows: of some products, 1 in 200 differs
 _PLACES = 4  # most places at which to compare few rows
-_MAX_ROUTERS = (
-    1024  # a weight of at most this many rows may be a router's, whose products may be wide
-)
+_MAX_ROUTERS = 1024  # rows of the largest weight that may be a router's: its products may be wide
 
 
 def is_probed(device: torch.device, dtype: torch.dtype) -> bool:
