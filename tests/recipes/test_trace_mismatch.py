@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.qwen3 import modeling_qwen3
 
 from recipes.cli import main
+from tests.helpers.case_selection import some
 from tests.helpers.models import save_tiny
 from tests.helpers.recipes.tiny_runs import rows
 from trainer_bridge import mismatch_trace
@@ -48,22 +49,25 @@ def of_tables(module: Any) -> None:
 
 
 LAYER, ATTENTION, MLP = "layers.1", "layers.1.self_attn", "layers.1.mlp"
-IN_MODULES = [
+IN_MODULES = some(
     ("embedding, embedding", "embed_tokens", of_outputs),
-    ("layer 1, norm", f"{LAYER}.input_layernorm", of_outputs),
-    *((f"layer 1, {name}", f"{ATTENTION}.{name}_proj", of_outputs) for name in "qkvo"),
-    *((f"layer 1, {name} norm", f"{ATTENTION}.{name}_norm", of_outputs) for name in "qk"),
+    ("layer 1, q norm", f"{ATTENTION}.q_norm", of_outputs),
     ("layer 0, rotary q", "rotary_emb", of_tables),  # of all layers
     ("layer 1, attention", f"{ATTENTION}.o_proj", of_inputs),
     ("layer 1, sum with o", f"{LAYER}.post_attention_layernorm", of_inputs),
-    ("layer 1, MLP norm", f"{LAYER}.post_attention_layernorm", of_outputs),
-    ("layer 1, gate", f"{MLP}.gate_proj", of_outputs),
     ("layer 1, up", f"{MLP}.up_proj", of_outputs),
-    ("layer 1, activation", f"{MLP}.down_proj", of_inputs),
-    ("layer 1, down", f"{MLP}.down_proj", of_outputs),
     ("layer 1, sum with down", LAYER, of_outputs),
-    ("head, final norm", "norm", of_outputs),
-]
+    whole=[
+        ("layer 1, norm", f"{LAYER}.input_layernorm", of_outputs),
+        *((f"layer 1, {name}", f"{ATTENTION}.{name}_proj", of_outputs) for name in "qkvo"),
+        ("layer 1, k norm", f"{ATTENTION}.k_norm", of_outputs),
+        ("layer 1, MLP norm", f"{LAYER}.post_attention_layernorm", of_outputs),
+        ("layer 1, gate", f"{MLP}.gate_proj", of_outputs),
+        ("layer 1, activation", f"{MLP}.down_proj", of_inputs),
+        ("layer 1, down", f"{MLP}.down_proj", of_outputs),
+        ("head, final norm", "norm", of_outputs),
+    ],
+)
 
 
 def recorded_by(folder: Path, family: str) -> Path:
