@@ -69,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
         tokens = sum(row["tokens"] for row in trained)
         table.append([case, tokens, unequal, max(gaps), rows[-1][args.score]])
     head = ["case", "tokens", "unequal tokens", "largest mismatch, nats", args.score]
-    report("bench_exact_learning", head, table, {}, args.out)
+    results = {str(row[0]): dict(zip(head[1:], row[1:], strict=True)) for row in table}
+    report("bench_exact_learning", head, table, results, args.out)
     draw(runs, args.score, args.out / "bench_exact_learning.png")
 
 

@@ -55,9 +55,6 @@ class UnequalTokens(RuntimeError):
             f"nothing has changed; {self.remedy}"
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.count, self.sequence, self.token, self.values, self.remedy)
-
 
 class ActorError(RuntimeError):
     """A Ray actor did not answer a call.

@@ -306,10 +306,10 @@ class Trainer(SaverSide):
         check_learning("update_actor", batch, self.model.config, needed)
         world, size = self._runtime.world, self.config.micro_batch_size
         own, exact = TokenValues(), self.config.exact and batch.rollout_logprobs is not None
-        unequal = 0
+        unequal, logprobs = 0, list[list[float]]()
 
         def backward(scale: float) -> list[float]:
-            nonlocal unequal
+            nonlocal unequal, logprobs
             learn = partial(policy_gradient, self.model, self.config, batch, world, scale, own)
             sums = add_gradients(self.model, batch, learn, size, self._runtime)
             self._offloader.await_content()
@@ -325,7 +325,8 @@ class Trainer(SaverSide):
         self.step += 1
         low, high, kl, entropy = (total / batch.num_tokens for total in sums)
         if batch.rollout_logprobs is not None:
-            figures |= figures_of_first_update(batch, own.gather(self._runtime))
+            logprobs = logprobs if exact else own.gather(self._runtime)
+            figures |= figures_of_first_update(batch, logprobs)
         if exact:
             figures["unequal_tokens"] = float(unequal)
         self._runtime.finish()  # the step's queued work counts as part of this stage

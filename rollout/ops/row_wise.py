@@ -59,18 +59,18 @@ def linear(
     result is the fp32 sums of the exact products, not rounded to x's dtype. `out`, if given,
     receives the result. `bias` must be None with `wide` or `out`, which ignore it.
     """
-    count = len(x)
-    if chained and product_key(weight, bias, wide) in chained:
+    count, key = len(x), product_key(weight, bias, wide)
+    if key in chained:
         return chain_product(x, weight, bias, wide=wide, out=out)
-    chosen = padded.get(product_key(weight, bias, wide), ()) if padded else ()
-    if count < len(chosen):
-        rows = chosen[count]
-    else:
-        rows = count if x.is_cuda else round_up(count, CPU_ROWS)
     if not x.is_cuda and (outputs := len(weight)) < CPU_ROWS:
         weight, bias = _padded_outputs(weight, bias)
         result = linear(x, weight, bias, wide=wide)[:, :outputs].contiguous()
         return result if out is None else out.copy_(result)
+    chosen = padded.get(key, ())
+    if count < len(chosen):
+        rows = chosen[count]
+    else:
+        rows = count if x.is_cuda else round_up(count, CPU_ROWS)
     if rows == count:
         return library_product(x, weight, bias, wide, out)
     result = library_product(F.pad(x, (0, 0, 0, rows - count)), weight, bias, wide)[:count]

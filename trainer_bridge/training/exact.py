@@ -87,8 +87,10 @@ def define_products(model: Any, device: torch.device, config: TrainerConfig) -> 
     for name, layer in model.get_decoder().named_modules():
         if type(layer) is nn.Linear:
             ranks = _ranks_of(name, config.exact_ranks)
-            for biased in {layer.bias is not None, layer.bias is not None and ranks == 1}:
-                shapes[layer.out_features, layer.in_features // ranks, biased] = None
+            shape = layer.out_features, layer.in_features // ranks
+            shapes[*shape, layer.bias is not None] = None
+            if ranks > 1:  # the first adds the bias
+                shapes[*shape, False] = None
     head, routers = model.get_output_embeddings(), expert_routers(model)
     weights: list[Any] = [router.weight for router in routers]
     for words in sorted(slice_widths(head.out_features)):
