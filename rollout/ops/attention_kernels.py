@@ -23,6 +23,7 @@ fp16 represent all fp8 values. The fp8 scales are read on the device, and the sc
 multiplied into the softmax scale.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -403,6 +404,7 @@ class Cut(NamedTuple):
     fp8: int  # mantissa bits of fp8 storage, see `_gather`
 
 
+@cache
 def decode_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
     """Return the compile-time arguments of `decode_split`.
 
@@ -426,6 +428,7 @@ def combine_warps(block_v: int) -> int:
     return max(1, block_v // 128)
 
 
+@cache
 def prefill_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
     """Return the compile-time arguments of `prefill`, which do not depend on the batch.
 

@@ -59,10 +59,10 @@ def linear(
     result is the fp32 sums of the exact products, not rounded to x's dtype. `out`, if given,
     receives the result. `bias` must be None with `wide` or `out`, which ignore it.
     """
-    count, key = len(x), product_key(weight, bias, wide)
+    count, key = x.shape[0], product_key(weight, bias, wide)
     if key in chained:
         return chain_product(x, weight, bias, wide=wide, out=out)
-    if not x.is_cuda and (outputs := len(weight)) < CPU_ROWS:
+    if not x.is_cuda and (outputs := weight.shape[0]) < CPU_ROWS:
         weight, bias = _padded_outputs(weight, bias)
         result = linear(x, weight, bias, wide=wide)[:, :outputs].contiguous()
         return result if out is None else out.copy_(result)

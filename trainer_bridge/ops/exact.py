@@ -1,13 +1,13 @@
 """The engine's operations with gradients, for a trainer whose forward has the engine's bits.
 
 On a GPU, forward runs the engine's kernels, and backward is deterministic. On the CPU, autograd
-differentiates the engine's torch reference of norms and attention. Products need `engine_products`
-around them.
+differentiates the engine's torch reference of norms and attention. Products of forward need
+`engine_products` around them; those of backward are the library's, in any number of parts.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import starmap
 from typing import Any
@@ -23,12 +23,12 @@ from rollout.ops.experts import Routing
 from rollout.ops.experts import mix_experts as engine_mix_experts
 from rollout.ops.product_probe import define_products as define_engine_products
 from rollout.ops.product_probe import is_probed
-from rollout.ops.row_wise import add_parts, row_invariant_products
+from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_products
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import silu as engine_silu
 from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys
-from rollout.ops.triton_attention import plan_triton, triton_attention
+from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
 from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
 
 engine_products = row_invariant_products
@@ -66,7 +66,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Te
     part, the first adds the bias, and the parts are added in order.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _Linear.apply(rows, weight, bias, ranks).view(*x.shape[:-1], len(weight))
+    if ranks == 1 and product_key(weight, bias, False) not in chained:
+        out = engine_linear(rows, weight, bias)  # autograd's own, which takes the host less time
+    else:
+        out = _Linear.apply(rows, weight, bias, ranks)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
@@ -119,6 +123,13 @@ class Sequences:
         longest = torch.arange(max(self.lengths), device=self.bounds.device, dtype=torch.int32)
         return self.bounds[:-1, None] + longest
 
+    @cached_property
+    def plan(self) -> TritonPlan:
+        """Return the plan of the engine's attention, which has no window."""
+        count, lengths = len(self.lengths), self.lengths
+        shape = BatchShape(rows=range(count), q_lens=lengths, kv_lens=lengths, num_decode=0)
+        return plan_triton(shape, self.table)
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, window: int | None
@@ -168,13 +179,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        normed, slope = wide * scale, grad.float() * weight.float()
-        grad_x = scale * (slope - normed * (slope * normed).mean(-1, keepdim=True))
-        grad_weight = (grad * normed.to(x.dtype)).flatten(0, -2).sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        (x, weight), aten = ctx.saved_tensors, torch.ops.aten
+        size = x.shape[-1:]
+        _, scale = aten._fused_rms_norm(x, size, weight, ctx.eps)
+        return *aten._fused_rms_norm_backward(grad, x, size, scale, weight, [True, True]), None
 
 
 class _Silu(torch.autograd.Function):
@@ -268,10 +276,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        lengths = sequences.lengths
-        rows = range(len(lengths))
-        shape = BatchShape(rows=rows, q_lens=lengths, kv_lens=lengths, num_decode=0)
-        plan = plan_triton(shape, sequences.table, window)
+        plan = replace(sequences.plan, window=window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
         with torch.cuda.device_of(q):
@@ -298,11 +303,19 @@ class _Attention(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Let torch choose deterministic kernels inside the block."""
+    """Let torch choose deterministic kernels inside the block.
+
+    Each layer enters it, so it takes the host little time: `torch.use_deterministic_algorithms`
+    sets options of torch's compiler, too, and lets each new tensor be filled.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
+    filling: Any = torch.utils.deterministic  # a module with properties
+    filled = filling.fill_uninitialized_memory
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    filling.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
+        filling.fill_uninitialized_memory = filled

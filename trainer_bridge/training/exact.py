@@ -104,14 +104,16 @@ def _ranks_of(layer: str, exact_ranks: int) -> int:
     return exact_ranks if layer.endswith(ROW_PARALLEL) else 1
 
 
-@contextlib.contextmanager
-def exact_passes(model: Any, device: torch.device) -> Iterator[None]:
-    """Run products of an exact model's passes, recomputed ones too, as the engine's."""
-    if not is_exact(model):
-        yield
-        return
-    with exact.engine_products(device):
-        yield
+def forward_products(model: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context for an exact model's forward passes, whose products are the engine's."""
+    return exact.engine_products(device) if is_exact(model) else contextlib.nullcontext()
+
+
+def recomputation(config: TrainerConfig) -> dict[str, Any]:
+    """Return the arguments of torch's `checkpoint`: what it recomputes has forward's products."""
+    products = partial(exact.engine_products, torch.device(config.device))
+    contexts = {"context_fn": lambda: (contextlib.nullcontext(), products())}
+    return {"use_reentrant": False, **(contexts if config.exact else {})}
 
 
 def is_exact(model: Any) -> bool:

@@ -13,7 +13,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
-from trainer_bridge.training.exact import exact_passes
+from trainer_bridge.training.exact import forward_products
 from trainer_bridge.training.model import forget_failed_forward, reshard
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
@@ -54,7 +54,8 @@ def micro_logprobs(
     head = model.get_output_embeddings()
     if isinstance(head, ScoringHead):
         at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-        with head.scoring(at, micro.target, temperature, entropy_grad):
+        scoring = head.scoring(at, micro.target, temperature, entropy_grad)
+        with scoring, forward_products(model, at.device):
             logprobs, entropy = model(**micro.inputs()).logits
     else:
         logits = token_logits(model, micro)
@@ -103,7 +104,7 @@ def score_tokens(
     check_tokens(batch, model.config)
     model.eval()
     values = TokenValues()
-    with torch.no_grad(), exact_passes(model, runtime.device):
+    with torch.no_grad():
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
             values.add(micro, score(micro))
     reshard(model)
@@ -126,8 +127,7 @@ def add_gradients(
     """
     model.train()
     micros = _micro_batches(model, batch, micro_batch_size, runtime)
-    with exact_passes(model, runtime.device):
-        parts = [torch.stack(backward(micro)) for micro in micros]
+    parts = [torch.stack(backward(micro)) for micro in micros]
     # One transfer and one wait for the sums of all micro batches.
     sums = torch.stack(parts).double().sum(0)
     return runtime.sum_ranks(runtime.numbers(sums))

@@ -6,6 +6,7 @@ checkpoint contains (rotary tables) use torch's own memory: on a tag they would 
 saved needlessly.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, CRITIC, PARAMS, REFERENCE
 from trainer_bridge.training.device import Runtime, side_by_side
-from trainer_bridge.training.exact import define_products, make_exact
+from trainer_bridge.training.exact import define_products, make_exact, recomputation
 from trainer_bridge.training.initial import (
     CheckpointFiles,
     check_directory,
@@ -80,13 +81,15 @@ def build_model(
     cannot be sharded or laid out as requested; or an adapter's target that does not exist.
     """
     check_directory(config.model_dir)
+    if tag != PARAMS:  # only the policy's forward is compared
+        config = dataclasses.replace(config, exact=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
     if value_head := tag == CRITIC:
         _put_value_head(model, config)
     else:
         score_in_head(model)
-    if config.exact and tag == PARAMS:
+    if config.exact:
         make_exact(model, config)
         define_products(model, runtime.device, config)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
@@ -194,9 +197,9 @@ def meta_model(
     if config.activation_checkpointing == "layers":
         # Renamed in later releases of transformers 5; version 6 only has the new name.
         enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        (enable or model.gradient_checkpointing_enable)(recomputation(config))
     elif config.activation_checkpointing == "mlp":
-        _recompute_mlps(model)
+        _recompute_mlps(model, recomputation(config))
     return model
 
 
@@ -214,7 +217,7 @@ def _without_noise(owner: Any) -> None:
             _without_noise(value)  # a nested config
 
 
-def _recompute_mlps(model: Any) -> None:
+def _recompute_mlps(model: Any, how: Mapping[str, Any]) -> None:
     """Recompute each layer's MLP in the backward pass.
 
     The activations of the MLP are most of a layer's bytes. They are cheap to recompute, because the
@@ -227,7 +230,7 @@ def _recompute_mlps(model: Any) -> None:
                 f"activation_checkpointing=mlp: {kind} has layers without a module mlp; use layers"
             )
         forward = mlp.forward
-        recomputed = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        recomputed = partial(checkpoint, forward, preserve_rng_state=False, **how)
         mlp.forward = partial(_recomputed_with_gradient, forward, recomputed)
 
 
