@@ -290,6 +290,10 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
     if device.emptied > emptied:  # emptied on the way to the second step, as to the first
         return stages
     if emptied == begun:  # The cache was never emptied, so it only grows.
+        # Small blocks of earlier steps decide where large ones fit: the larger of two ways counts.
+        device.empty_cache()
+        loop.whole_step(2)
+        left = max(left, device.allocator.reserved)
         return {name: _with_cache(peak, left) for name, peak in stages.items()}
     loop.to_train()
     loop.to_rollout(2)
