@@ -108,3 +108,10 @@ def test_run_is_exact_as_decided_at_its_start_and_after_a_resume(
     assert load(exact / "recipe.yaml").exact == "auto"
     assert [row["unequal_tokens"] for row in rows(exact, "train")] == [0, 0]
     assert ["unequal_tokens" in row for row in rows(plain, "train")] == [False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_pictures")
+def test_run_on_a_gpu_is_exact(tmp_path: Path) -> None:
+    start_run("tiny", [*SMALL, "steps=2"], tmp_path / "run")
+    assert [row["unequal_tokens"] for row in rows(tmp_path / "run", "train")] == [0, 0]
