@@ -20,7 +20,7 @@ from recipes.logs.run_folder import Row
 FP8 = "engine.kv_cache_dtype=fp8_e4m3"
 CASES = {
     "exact": "exact=true",
-    "bf16, uncorrected": "",
+    "bf16, uncorrected": "exact=false",
     "fp8 cache, uncorrected": f"{FP8} correction.mode=none",
     "fp8 cache, corrected": FP8,
 }

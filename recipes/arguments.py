@@ -83,7 +83,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         random_init=recipe.model.random_init,
         param_dtype=recipe.model.dtype,
         fp32_router=recipe.model.fp32_router,
-        exact=recipe.exact,
+        exact=recipe.exact_mode,
         exact_ranks=recipe.engine.tensor_parallel_size,
         seed=recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
@@ -126,7 +126,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return options | {
         "return_routed_experts": recipe.loop.router_replay,
         "fp32_router": recipe.model.fp32_router,
-        "exact": bool(recipe.exact),
+        "exact": recipe.exact_mode,
         "elastic": recipe.cycle.overlap != [],
         "tiers": tiers,
     }

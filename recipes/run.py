@@ -93,7 +93,7 @@ def continue_run(
             values = folder.checkpoint_values()
             if ended := _ended(folder, recipe):
                 raise RecipeError(f"{option}: {ended}")
-            setup = prepare(recipe, run_dir.absolute())
+            setup = _as_before(prepare(recipe, run_dir.absolute()), values)
             check_best(setup)
             if difference := setup.other_prompts(values.get("prompts", {})):
                 rule = "than the run began with; restore them, or start a new run"
@@ -169,7 +169,7 @@ def _drive(
     allowed = recipe.checkpoint.max_restarts
     opening = f"{folder.path}: {recipe.driver}, {setup.device}, {recipe.steps} steps"
     opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
-    opening += corrections.summary(recipe) + note
+    opening += corrections.summary(recipe) + _exactness(setup) + note
     restarts = 0
     while True:
         try:
@@ -183,6 +183,25 @@ def _drive(
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
+
+
+def _as_before(setup: Setup, values: dict[str, Any]) -> Setup:
+    """Return the setup of a resumed run with `exact` decided as in its checkpoint's `values`."""
+    recipe, before = setup.recipe, values.get("exact", setup.recipe.exact)
+    if recipe.exact == before:
+        return setup
+    why = "" if before else "was off until the checkpoint"
+    return dataclasses.replace(
+        setup, recipe=dataclasses.replace(recipe, exact=before), not_exact=why
+    )
+
+
+def _exactness(setup: Setup) -> str:
+    """Return the words about `exact` at the start of a run; empty if it was not asked for."""
+    if setup.not_exact:
+        return f"; exact: off, because auto {setup.not_exact}"
+    outcome = {True: "a difference ends the run", "warn": "differences are counted", False: ""}
+    return f"; exact: {text}" if (text := outcome[setup.recipe.exact_mode]) else ""
 
 
 def _attempt(
@@ -282,9 +301,9 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
 
     total = torch.cuda.get_device_properties(setup.device).total_memory
     if not (recipe.engine.hosted and auto):
-        return plan_apart(folder.path, total, cycle)
+        return plan_apart(folder.path, total, recipe)
     folder.write_outside(monitor.outside())
-    switch = plan_apart(folder.path, total, cycle)
+    switch = plan_apart(folder.path, total, recipe)
     # The measured bytes include CUDA graphs, so graphs must stay.
     return switch._replace(resident=[*switch.resident, CUDA_GRAPH]) if switch.resident else switch
 
@@ -293,6 +312,7 @@ def _save(
     folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, int], step: int, drawn: int
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts": prompts, "prompts_drawn": drawn}
+    extra["exact"] = recipe.exact_mode
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )

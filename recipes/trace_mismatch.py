@@ -46,7 +46,7 @@ def show_trace(run_dir: Path, sequence: int | None = None, device: str | None = 
     try:
         trace = trace_mismatch(folder, sequence, device=device, **options)
     except FileNotFoundError:
-        rule = "holds no mismatch; a run with exact=true records the first one"
+        rule = "holds no mismatch; an exact run records the first one"
         raise RecipeError(f"trace-mismatch {run_dir}: {rule}") from None
     except ValueError as error:
         raise RecipeError(f"trace-mismatch {run_dir}: {one_line(error)}") from error

@@ -192,7 +192,8 @@ class EngineConfig:
             `TrainerConfig.exact`: a quantized cache, double sparsity, models without plain
             attention, several ranks of a mixture of experts, or fp32 on a GPU. At start, the
             library's products are compared with their definition, and replaced by Triton's where
-            they differ. More than two ranks add their partial sums in the order of the ranks.
+            they differ; where Triton's bits depend on the batch, too, True refuses and "warn"
+            warns. More than two ranks add their partial sums in the order of the ranks.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
         seed: Seed from which requests without a seed receive theirs, in the order of requests.
         tensor_parallel_size: Number of ranks that share the model. Each has an engine with this
@@ -218,7 +219,7 @@ class EngineConfig:
     elastic: bool = False
     return_routed_experts: bool = False
     fp32_router: bool = False
-    exact: bool = False
+    exact: bool | Literal["warn"] = False
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1

@@ -90,7 +90,7 @@ class Engine(EngineBase):
         _check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
-        self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=config.exact)
+        self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=bool(config.exact))
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
         self.config = config
@@ -177,7 +177,8 @@ class Engine(EngineBase):
         """
         products = self.store.products(groups)
         if self.config.exact:
-            define_products(products, routers=self.model.has_experts)
+            strict = self.config.exact != "warn"
+            define_products(products, routers=self.model.has_experts, strict=strict)
             empty_torch_cache(self.saver.device)
         elif shapes := probe_products(products):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)

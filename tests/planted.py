@@ -216,6 +216,20 @@ BUGS = [
         "    return 1",
     ),
     Bug(
+        "exact=auto does not look at the keys that exclude exact runs",
+        "recipes/setup/preparation.py",
+        "recipes/test_exact_auto.py",
+        "    if recipe.not_exact:\n",
+        "    if False:\n",
+    ),
+    Bug(
+        "a resumed run decides exact=auto anew",
+        "recipes/run.py",
+        "recipes/test_exact_auto.py",
+        "    if recipe.exact == before:\n",
+        "    if True:\n",
+    ),
+    Bug(
         "an exact trainer leaves the routers to transformers",
         "trainer_bridge/training/exact.py",
         "trainer_bridge/test_exact.py",

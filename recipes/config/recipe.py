@@ -67,7 +67,8 @@ class Recipe:
             trackio, swanlab, prometheus, prometheus:PORT, or package.module:function.
         samples: Answers of each step and evaluation in samples.jsonl and in the trackers; 0: none.
         exact: Whether rollout and trainer compute the same bits, which updates check: true stops
-            the run at a difference, warn only counts unequal_tokens. For models without adapters.
+            the run at a difference, warn only counts unequal_tokens; auto: warn on GPUs where
+            nothing excludes it, else false.
         driver: Either inprocess (one device, in the process of the command) or ray (actors).
         device: One of auto (cuda:0 if there is a GPU, else cpu), cpu, cuda and cuda:N.
         seed: Seed of prompts, samples and random weights.
@@ -91,7 +92,7 @@ class Recipe:
     cluster: models.ClusterSection = Field(default_factory=models.ClusterSection)
     trackers: list[str] = Field(default_factory=list)
     samples: Annotated[int, Field(ge=0)] = 16
-    exact: bool | Literal["warn"] = False
+    exact: bool | Literal["warn", "auto"] = False
     driver: Literal["inprocess", "ray"] = "ray"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -105,6 +106,21 @@ class Recipe:
     def updates_per_step(self) -> int:
         """Return the number of the policy's updates in one step."""
         return self.loop.epochs * self.loop.mini_batches
+
+    @property
+    def exact_mode(self) -> bool | Literal["warn"]:
+        """Return `exact`; an auto that is not decided yet counts as false."""
+        return False if self.exact == "auto" else self.exact
+
+    @property
+    def not_exact(self) -> str:
+        """Return the setting with which exact=auto is false; empty if there is none."""
+        excluding = [key for key, *_ in self._faults_of_exact()]
+        if self.model.dtype == "float32":
+            excluding.append("model.dtype")
+        if self.engine.tensor_parallel_size > 2:  # to add in order, ranks gather all sums
+            excluding.append("engine.tensor_parallel_size")
+        return next((f"{key}={shown(self.value(key))}" for key in excluding), "")
 
     @property
     def kl_in(self) -> Literal["loss", "reward"]:
@@ -136,7 +152,7 @@ class Recipe:
         It can if it is the only one and nothing before it needs them: no weights of a correction,
         and no KL divergence in the rewards, for which `exact` has the rollout's.
         """
-        rewarded = self.loss.kl_coef and self.kl_in == "reward" and not self.exact
+        rewarded = self.loss.kl_coef and self.kl_in == "reward" and not self.exact_mode
         needed = self.correction_mode != "none" or rewarded
         return self.updates_per_step == 1 and not needed
 
@@ -225,7 +241,7 @@ class Recipe:
         if len({*self.trackers}) < len(self.trackers):
             yield "trackers", "names a tracker twice"
         yield from self._faults_of_engine()
-        yield from self._faults_of_exact() if self.exact else ()
+        yield from self._faults_of_exact() if self.exact_mode else ()
         yield from self._faults_of_training()
         yield from self._faults_of_sampling()
         yield from self._faults_of_devices()

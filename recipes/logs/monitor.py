@@ -147,7 +147,7 @@ class Monitor:
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
         self.sync: dict[str, Any] = {}
-        self._told_of_loss = False
+        self._told_of_loss = self._told_of_unequal = False
         self._moves: list[tuple[float, float]] = []  # of this step
         self._switches: list[tuple[float, float]] = []
         self._sources: dict[str, Any] = {}
@@ -274,6 +274,13 @@ class Monitor:
         self.view.row(row)
         for line in self.track(row, samples):
             self.view.note(line)
+        if row.get("unequal_tokens") and not self._told_of_unequal:
+            self._told_of_unequal = True
+            self.view.note(
+                f"step {row['step']}: {row['unequal_tokens']} tokens have other log-probabilities "
+                "in the trainer than in the rollout, and the run continues; find the cause: "
+                f"memsaver trace-mismatch {self.folder.path}"
+            )
 
     def read_memory(self, phase: str) -> None:
         """Collect the events of all owners and record the bytes of their tags under `phase`.

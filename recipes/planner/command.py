@@ -24,7 +24,7 @@ from memsaver.system.files import replace_text
 from recipes.config.load import find_recipe, load
 from recipes.config.models import CycleSection
 from recipes.config.recipe import Recipe
-from recipes.errors import DOES_NOT_FIT, RecipeError, writable
+from recipes.errors import DOES_NOT_FIT, RecipeError, shown, writable
 from recipes.logs.run_folder import RunFolder, check_holds_run
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, plan_switch, remedied
 from recipes.planner.sizes import GIB
@@ -35,6 +35,7 @@ from recipes.setup.preparation import (
     described_model,
     encoded_tasks,
     with_alias_decided,
+    with_exact_decided,
 )
 from recipes.tasks import make_tasks
 from rollout.tag_names import TAGS as ENGINE_TAGS
@@ -112,6 +113,8 @@ def plan_of(
             check_lora(recipe.lora, directory)
             check_optimizer(recipe)
             recipe = with_alias_decided(recipe, directory)
+            device = "cpu" if recipe.device == "cpu" else None
+            recipe, _ = with_exact_decided(recipe, directory, device)
             return plan_switch(recipe, name, gpu=card, fields=fields, **how)
 
         return remedied(planned(recipe), recipe, planned)
@@ -126,17 +129,17 @@ def unplanned(cycle: CycleSection, *lines: str) -> Switch:
 PATIENCE = 300.0  # seconds that a run waits for its plan; the largest plans take about 30
 
 
-def plan_apart(
-    run_dir: Path, total: int, cycle: CycleSection, patience: float = PATIENCE
-) -> Switch:
+def plan_apart(run_dir: Path, total: int, recipe: Recipe, patience: float = PATIENCE) -> Switch:
     """Plan a run in a separate process and return its switch.
 
     The process reads recipe.yaml in the run's folder and writes plan.json there. `total` is the
-    bytes of the GPU, and in `cycle` alias is decided. The lines of the switch name every shortage.
-    If no plan can be made within `patience` seconds, auto decides nothing, and a line gives the
-    reason.
+    bytes of the GPU, and in `recipe`, `cycle.alias` and `exact` are decided. The lines of the
+    switch name every shortage. If no plan can be made within `patience` seconds, auto decides
+    nothing, and a line gives the reason.
     """
-    words = [str(run_dir / "recipe.yaml"), f"cycle.alias={cycle.alias}", "--gpu", str(total)]
+    cycle, decided = recipe.cycle, [f"cycle.alias={recipe.cycle.alias}"]
+    decided.append(f"exact={shown(recipe.exact)}")
+    words = [str(run_dir / "recipe.yaml"), *decided, "--gpu", str(total)]
     try:
         # -P: do not import a package `recipes` from the working directory.
         done = subprocess.run(

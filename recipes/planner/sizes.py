@@ -151,7 +151,7 @@ def engine_sizes(
     if size > 1 and not hosted:  # The rank's columns, those of all ranks, and the joined rows.
         logits += running * vocabulary * dtype.itemsize * (2 * size + 1) // size
     step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
-    if recipe.exact and size > 2:  # gathered partial sums, and two sums that are smaller
+    if recipe.exact_mode and size > 2:  # gathered partial sums, and two sums that are smaller
         step += 2 * STAGING_BYTES
     # The plan counts memory that a hosted engine holds outside of its tags as contexts.
     idle, graphs = (0, False) if hosted else (IDLE, recipe.engine.cuda_graphs)

@@ -52,7 +52,7 @@ from rollout.model import (
 from rollout.weights import arena_nbytes
 from trainer_bridge import TrainerConfig
 from trainer_bridge.config import INSTALL_OPTIM
-from trainer_bridge.training import check_layout, lora_target_names
+from trainer_bridge.training import check_layout, lora_target_names, why_not_exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Setup:
     """A recipe that can run on this machine.
 
     Attributes:
-        recipe: The recipe, with `cycle.alias` decided.
+        recipe: The recipe, with `cycle.alias` and `exact` decided.
         tasks: The sets of problems, without those whose prompts are too long.
         tokenizer: The model's tokenizer.
         model_dir: Folder of the model.
@@ -69,6 +69,7 @@ class Setup:
         max_request_tokens: Tokens of the longest prompt and answer.
         template: Chat template of the prompts; None: they are plain text.
         prompts: Token ids of each problem's prompt, by its text.
+        not_exact: Why exact=auto became false; empty if it did not.
     """
 
     recipe: Recipe
@@ -80,6 +81,7 @@ class Setup:
     max_request_tokens: int
     template: str | None = None
     prompts: Encoded = field(default_factory=dict)
+    not_exact: str = ""
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         return list(self.prompts[problem.text])
@@ -147,6 +149,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             _check_heads(recipe, config["num_attention_heads"])
         _check_weights(recipe, model_dir)
         recipe = with_alias_decided(recipe, model_dir)
+        recipe, not_exact = with_exact_decided(recipe, model_dir, device)
         whose = f" ({shown(repr(max(lengths, key=lengths.__getitem__)), 60)})"
         named: Any = {"whose": whose, "shorter": partial(_leaving_out, tasks, lengths)}
         check_context(recipe, longest, context, **named)
@@ -165,6 +168,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         max_request_tokens=longest + recipe.sampling.max_tokens,
         template=form.template,
         prompts={text: prompts[text] for text in lengths},
+        not_exact=not_exact,
     )
 
 
@@ -211,6 +215,36 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     except ValueError as error:
         return one_line(error)
     return None
+
+
+FLASH = (8, 0)  # Compute capability that FlashAttention needs, which exact trainers call.
+
+
+def with_exact_decided(
+    recipe: Recipe, model_dir: Path, device: str | None = None
+) -> tuple[Recipe, str]:
+    """Return the recipe with `exact` decided, and why auto became false, else an empty text.
+
+    auto becomes warn if device, keys and model allow exact runs. Without `device`, it is a GPU of a
+    plan.
+    """
+    if recipe.exact != "auto":
+        return recipe, ""
+    why = _why_not_exact(recipe, model_dir, device)
+    return dataclasses.replace(recipe, exact=False if why else "warn"), why
+
+
+def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
+    if device == "cpu":
+        return "needs a GPU"
+    if recipe.not_exact:
+        return f"excludes {recipe.not_exact}"
+    if device and torch.cuda.get_device_capability(device) < FLASH:
+        return f"needs a GPU of compute capability {FLASH[0]}.{FLASH[1]}"
+    try:
+        return why_not_exact(load_model_config(model_dir), recipe.engine.tensor_parallel_size)
+    except ValueError as error:
+        return f"needs a model that the native engine supports: {one_line(error)}"
 
 
 def encoded_tasks(

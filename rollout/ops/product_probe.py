@@ -53,7 +53,7 @@ def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tup
 
 
 def define_products(
-    products: Iterable[tuple[Tensor, Tensor | None]], *, routers: bool = False
+    products: Iterable[tuple[Tensor, Tensor | None]], *, routers: bool = False, strict: bool = True
 ) -> None:
     """Let `linear` compute products on a GPU with the bits of `chain_product`, and log the result.
 
@@ -63,14 +63,19 @@ def define_products(
     results in fp32.
 
     Raises:
-        ValueError: The bits of `chain_product` depend on the number of rows on this GPU.
+        ValueError: The bits of `chain_product` depend on the number of rows on this GPU. Without
+            `strict`, a warning says so.
     """
     found = _judge(products, MOST_ROWS, _MAX_COMPARED, _define, routers)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     place = f"this {gpu} (torch {torch.__version__})"
     if wrong := _named(shape for shape, costs in found if costs == ()):
         rule = f"exact=True: products with weights of {wrong} depend on the number of rows"
-        raise ValueError(f"{rule} on {place}, in Triton too; use exact=False")
+        text = f"{rule} on {place}, in Triton too; use exact=False"
+        if strict:
+            raise ValueError(text)
+        _log.warning("%s", text)
+        return
     equal = sum(costs is None for _, costs in found)
     text = f"exact=True: the library of {place} computes %d of %d products with the defined bits"
     if equal == len(found):

@@ -214,8 +214,10 @@ def test_plan_apart_returns_switch_and_shortages_in_any_working_directory(
     (tmp_path / "recipes" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     long = ["sampling.max_tokens=20", "engine.kv_tokens=16"]
-    (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], [*FEW[1:], *long])))
-    decided = plan_apart(tmp_path, 80 * GIB, CycleSection(alias="always"))
+    recipe = recipes.load(FEW[0], [*FEW[1:], *long])
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
+    recipe = replace(recipe, cycle=replace(recipe.cycle, alias="always"))
+    decided = plan_apart(tmp_path, 80 * GIB, recipe)
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["switch"]["resident"] == decided.resident and "optim" in decided.resident
     assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
@@ -232,11 +234,12 @@ def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
     reasons = {"/bin/false": "exit status 1", str(hangs): "it took more than 0.1 s"}
     for python, why in reasons.items():
         monkeypatch.setattr("sys.executable", python)
-        for cycle in (CycleSection(), CycleSection(resident=["params"], overlap=["optim"])):
+        for words in ([], ["cycle.resident=[params]", "cycle.overlap=[optim]"]):
+            recipe = recipes.load(FEW[0], [*FEW[1:], *words])
             patience = 0.1 if python == str(hangs) else 60.0
-            decided = plan_apart(tmp_path, 80 * GIB, cycle, patience)
-            assert decided.resident == cycle.named and not decided.hand_over
-            assert decided.overlap == ([] if cycle.overlap == "auto" else ["optim"])
+            decided = plan_apart(tmp_path, 80 * GIB, recipe, patience)
+            assert decided.resident == recipe.cycle.named and not decided.hand_over
+            assert decided.overlap == (["optim"] if words else [])
             assert decided.lines[0].endswith(f"there is no plan: {why}")
 
 

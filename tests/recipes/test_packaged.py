@@ -125,13 +125,15 @@ def test_kv_pool_holds_all_requests_that_run_together(
     for name, recipe in all_recipes.items():
         if recipe.task.data is not None:  # on the Hub
             recipe = dataclasses.replace(recipe, task=dataclasses.replace(recipe.task, **local))
-        gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
+        total = int(GPU_BYTES[recipe.cluster.gpu])
+        gpu = types.SimpleNamespace(total_memory=total, major=9, minor=0)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)
         model = described / str(recipe.model.shape)
         monkeypatch.setattr(
             "recipes.setup.preparation.find_model", lambda _, model=model, **__: model
         )
         setup = prepare(recipe, tmp_path)
+        assert setup.recipe.exact == ("warn" if recipe.exact else False), name
         request = round_up(setup.max_request_tokens, recipe.engine.page_size)
         engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
         prompts = math.ceil(recipe.loop.prompts_per_step / engines)

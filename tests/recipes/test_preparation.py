@@ -37,7 +37,7 @@ GIB = 2**30
 def gpu(monkeypatch: pytest.MonkeyPatch):
     """Patch torch to report a GPU of 80 GiB."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    properties = types.SimpleNamespace(total_memory=80 * GIB)
+    properties = types.SimpleNamespace(total_memory=80 * GIB, major=9, minor=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
 
 

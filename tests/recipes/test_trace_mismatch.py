@@ -205,12 +205,17 @@ def test_run_that_stops_records_what_the_command_traces(
 
 @pytest.mark.usefixtures("no_pictures")
 def test_run_that_only_warns_records_the_first_step_and_goes_on(
-    tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    traced: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, silu = tmp_path / "run", exact.silu
     with monkeypatch.context() as patch:
         patch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-20))
         assert main(["run", *RUN, "exact=warn", "--run-dir", str(run)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("and the run continues; find the cause: memsaver trace-mismatch") == 1
     assert all(row["unequal_tokens"] > 0 for row in rows(run, "train"))
     assert MismatchRecord.read(run / "mismatch").updates == 0
     assert "the trainer had other bits in the run" in traced(run, status=0)
@@ -218,4 +223,4 @@ def test_run_that_only_warns_records_the_first_step_and_goes_on(
 
 def test_run_without_a_mismatch_is_refused_in_a_line(tmp_path: Path, traced: Any) -> None:
     text = traced(tmp_path, status=2)
-    assert "holds no mismatch; a run with exact=true records the first one" in text
+    assert "holds no mismatch; an exact run records the first one" in text

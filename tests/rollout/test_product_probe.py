@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.ops import row_wise
+from rollout.ops import product_probe, row_wise
 from rollout.ops.chain_product import chain_product
 from rollout.ops.product_probe import define_products
 from rollout.ops.row_wise import linear, row_invariant_products
@@ -64,6 +64,25 @@ def test_rows_of_the_chain_have_the_same_bits_in_every_tile(device: str) -> None
     for rows in (slice(1), slice(3, 19), slice(5, 69), slice(139, 140)):
         assert torch.equal(chain_product(x[rows], weight, wide=True), whole[rows])
         assert torch.equal(chain_product(x, weight[rows], wide=True), whole[:, rows])
+
+
+def test_probe_refuses_or_warns_where_the_definition_depends_on_rows(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        product_probe,
+        "chain_product",
+        lambda x, weight, bias, **how: chain_product(x, weight, bias, **how) + len(x),
+    )
+    products = [(torch.empty((24, 48), dtype=torch.float16), None)]
+    rule = "products with weights of 24 x 48 depend on the number of rows on this"
+    with other_library(lambda rows, columns: False):
+        with pytest.raises(ValueError, match=rule):
+            define_products(products)
+        assert not caplog.records
+        define_products(products, strict=False)
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING and rule in warning.message
 
 
 def test_probe_pads_or_replaces_products_that_differ_and_says_so(

@@ -189,7 +189,11 @@ def test_tied_experts_are_chosen_by_id_on_both_sides_with_and_without_replay(
 @pytest.mark.parametrize(
     ("family", "fields", "rule"),
     [
-        ("granite", {}, "is for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, and this is gra"),
+        (
+            "ministral",
+            {"head_dim": 16},
+            "is for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, and this is min",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ],
 )
@@ -216,7 +220,7 @@ def test_probe_names_operations_that_are_not_the_engines(tmp_path: Path) -> None
 
 def test_mixture_of_experts_refuses_several_engine_ranks(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe")
-    with pytest.raises(ValueError, match="excludes exact_ranks=2 for a mixture of experts"):
+    with pytest.raises(ValueError, match="excludes 2 engine ranks for a mixture of experts"):
         trainer_of(tmp_path, exact_ranks=2)
     model = load_model_config(tmp_path)
     with pytest.raises(ValueError, match="excludes tensor_parallel_size=2 for a mixture"):

@@ -40,11 +40,12 @@ def define_products(
     dtype: torch.dtype,
     *,
     routers: bool = False,
+    strict: bool = True,
 ) -> None:
     """Probe products by shape: outputs N, inputs K, whether there is a bias.
 
     It is the engine's probe, which decides by bits. With `routers`, small ones are also probed with
-    fp32 results.
+    fp32 results. Without `strict`, a product without defined bits is no error.
     """
     if not is_probed(device, dtype):
         return
@@ -55,7 +56,7 @@ def define_products(
         )
         for outputs, inputs, biased in shapes
     )
-    define_engine_products(products, routers=routers)
+    define_engine_products(products, routers=routers, strict=strict)
     empty_torch_cache(device)
 
 

@@ -4,6 +4,7 @@ from trainer_bridge.training.adamw_8bit import code_tables
 from trainer_bridge.training.checkpoint import read_values
 from trainer_bridge.training.correction import k3, mismatch, reference_figures
 from trainer_bridge.training.device import Runtime
+from trainer_bridge.training.exact import why_not_exact
 from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
 from trainer_bridge.training.packing import packed_attention
@@ -25,4 +26,5 @@ __all__ = [
     "packed_attention",
     "read_values",
     "reference_figures",
+    "why_not_exact",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.model import ExpertsConfig, inverse_frequencies, load_model_config
+from rollout.model import ExpertsConfig, ModelConfig, inverse_frequencies, load_model_config
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops import exact
 from trainer_bridge.ops.token_scores import ScoringHead, slice_widths
@@ -35,15 +35,25 @@ _SAME_BITS = {
 _probing: list[bool] = []  # whether an operation of the engine runs, for each level of the probe
 
 
+def why_not_exact(model: ModelConfig, ranks: int) -> str:
+    """Return why a trainer cannot follow `ranks` ranks of an engine; empty if it can."""
+    kind = model.hf_config.model_type
+    if kind not in FAMILIES:
+        return f"is for {', '.join(FAMILIES)}, and this is {kind}"
+    if model.has_experts and ranks > 1:
+        return f"excludes {ranks} engine ranks for a mixture of experts"
+    return ""
+
+
 def make_exact(model: Any, config: TrainerConfig) -> None:
     """Exchange the operations of a meta model for those of the engine.
 
     Raises:
         ValueError: The model's family or any of its operations is not supported.
     """
-    kind = model.config.model_type
-    if kind not in FAMILIES:
-        raise _refusal(f"is for {', '.join(FAMILIES)}, and this is {kind}")
+    description = load_model_config(config.model_dir)
+    if why := why_not_exact(description, config.exact_ranks):
+        raise _refusal(why)
     if not isinstance(model.get_output_embeddings(), ScoringHead):
         raise _refusal("needs a plain output embedding")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -51,9 +61,6 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, exact_attention)
     model.set_attn_implementation(ATTENTION)
     model.packs = model.exact = True
-    description = load_model_config(config.model_dir)
-    if description.has_experts and config.exact_ranks > 1:
-        raise _refusal(f"excludes exact_ranks={config.exact_ranks} for a mixture of experts")
     mixer: Any = description.mixers[0]
     width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
@@ -96,7 +103,8 @@ def define_products(model: Any, device: torch.device, config: TrainerConfig) -> 
     for words in sorted(slice_widths(head.out_features)):
         shapes[words, head.in_features, False] = None
     shapes |= {(*weight.shape, False): None for weight in weights}
-    exact.define_products(shapes, device, config.torch_param_dtype, routers=bool(routers))
+    options = {"routers": bool(routers), "strict": config.exact != "warn"}
+    exact.define_products(shapes, device, config.torch_param_dtype, **options)
 
 
 def _ranks_of(layer: str, exact_ranks: int) -> int:
