@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import resource
 import shutil
 import sysconfig
@@ -33,6 +32,7 @@ from memsaver.sharing.lease import attach
 from memsaver.system.host_memory import available_memory, container_memory
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+TRAINERS = {"verl": (0, 9, 1), "trl": (1, 16, 0)}  # the versions that were tried
 OPEN_FILES, MEMORY_MAPS = 4096, 65530  # the second is the kernel's own default
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 DEVICE_FILE = Path("/dev/nvidiactl")
@@ -109,11 +109,66 @@ def _versions(_: Any) -> Finding:
         version = importlib.metadata.version(name) if importlib.util.find_spec(name) else "missing"
         versions.append(f"{name} {version}")
         optional = name != "torch" and version == "missing"
-        if not optional and tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
+        if not optional and compat.is_older(version, oldest):
             outdated.append(f"'{name}>={'.'.join(map(str, oldest))}'")
     text = f"{', '.join(versions)}; torch's CUDA: {torch.version.cuda or 'none'}"
     remedy = f"pip install {' '.join(outdated)}" if outdated else ""
     return "fail" if outdated else "ok", text, remedy
+
+
+def _verl(_: Any) -> Finding:
+    """Check that verl finds the plugin. verl is not imported, which would take many seconds."""
+    active = os.environ.get("VERL_ENGINE_VENDOR") == "memsaver"
+    state = "active by" if active else "not active here: set"
+    keys = "rollout.name=memsaver, or memsaver_vllm and VLLM_PLUGINS=memsaver, on FSDP2"
+    status, text, remedy = _trainer(
+        "verl", "verl.plugins", f"{state} VERL_ENGINE_VENDOR=memsaver; then {keys}"
+    )
+    allowed = os.environ.get(name := "VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    left_out = allowed != "auto" and "memsaver" not in map(str.strip, allowed.split(","))
+    if status == "ok" and left_out:
+        return "warn", f"{text}; {name}={allowed} keeps it from being loaded", f"unset {name}"
+    return status, text, remedy
+
+
+def _trl(_: Any) -> Finding:
+    """Check that TRL's vLLM finds the plugin. TRL itself needs a call, and no plugin."""
+    active = "memsaver" in os.environ.get("VLLM_PLUGINS", "").split(",")
+    state = "active by" if active else "not active here: set"
+    call = "trainer_bridge.trl.use(trainer) before train()"
+    return _trainer("trl", "vllm.general_plugins", f"{state} VLLM_PLUGINS=memsaver; then {call}")
+
+
+def _trainer(package: str, group: str, use: str) -> Finding:
+    """Check the version of a trainer, and memsaver's plugin for it or for its engine.
+
+    Args:
+        package: A key of `TRAINERS`.
+        group: Group of the plugin's entry point.
+        use: Whether the plugin is active, and how to use it.
+    """
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "skip", "not installed", ""
+    oldest = ".".join(map(str, TRAINERS[package]))
+    if compat.is_older(version, TRAINERS[package]):
+        remedy = f"pip install '{package}>={oldest}'"
+        return "warn", f"{version}: memsaver's weight sync needs {oldest}", remedy
+    text = version if version == oldest else f"{version}, tried only with {oldest}"
+    if not _plugin_found(group):
+        install = "install memsaver into this environment with pip; PYTHONPATH does not suffice"
+        return "warn", f"{text}; memsaver's entry point {group} is missing or broken", install
+    return "ok", f"{text}; plugin found, {use} (docs/how-to/other-trainers.md)", ""
+
+
+def _plugin_found(group: str) -> bool:
+    """Return whether an entry point of memsaver exists in `group`, with a module to import."""
+    for entry in importlib.metadata.entry_points(group=group, name="memsaver"):
+        with contextlib.suppress(ImportError):
+            if importlib.util.find_spec(entry.module):
+                return True
+    return False
 
 
 def _compilers(device: Any) -> Finding:
@@ -245,6 +300,8 @@ def _try_gpu(device: Any) -> Finding:
 
 CHECKS: dict[str, Callable[[Any], Finding]] = {
     "versions": _versions,
+    "verl": _verl,
+    "TRL": _trl,
     "compilers": _compilers,
     "settings": _conflicts,
     "limits": _limits,

@@ -159,26 +159,14 @@ def open_ray(
         with stage("start_actors"):
             undo.enter_context(connected(address, placement.ranks, object_store_bytes))
             places = undo.enter_context(reserved(placement, on_gpu))
-            # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
-            threads = max(1, cores() // -(-len(placement.engines) // placement.machines))
-            args = [
-                actor_arguments(arguments, on_gpu, threads, rank // placement.engine_size)
-                for rank in range(len(placement.engines))
-            ]
             start = partial(_start, undo=undo, places=places)
             start_engines = partial(start, "rollout", ray.remote(RolloutRankActor))
+            args = _engine_rank_arguments(arguments, placement, on_gpu)
             ranks = start_engines(args, placement.engines)
             rollout = RemoteRollout(
                 ranks, timeout, placement.engine_size, sleeping=len(placement.shared)
             )
-            rank_config = dataclasses.replace(
-                trainer,
-                device=_device_in_actor(trainer.device, on_gpu),
-                threads=trainer.threads
-                if on_gpu
-                else trainer.threads or max(1, cores() // devices),
-            )
-            configs = [{"config": rank_config}] * len(placement.trainers)
+            configs = [{"config": _rank_config(trainer, devices)}] * len(placement.trainers)
             ranks = start("trainer", ray.remote(trainer_actor), configs, placement.trainers)
             side = RemoteTrainer(ranks, timeout)
             side.ports = rollout.ports = ports
@@ -188,28 +176,55 @@ def open_ray(
             rollout.build()
             rollout.sleep(level=2)
         with stage("build_trainer"):
-            engines = rollout.each()
-            shared = [engines[rank].weight_layout().manifest for rank in placement.shared]
-            side.build(shared[0] if alias else None, aligned_dims(shared))
-            side.connect(rollout, placement.owners())
-            for trainer_rank, rank in zip(side.each(), placement.shared, strict=False):
-                introduce(trainer_rank, engines[rank])
+            _build_trainer(side, rollout, placement, alias)
 
-            def start_again(rank: int) -> Any:
-                (actor,) = start_engines([args[rank]], [placement.engines[rank]])
-                return actor.handle
+        def start_again(rank: int) -> Any:
+            (actor,) = start_engines([args[rank]], [placement.engines[rank]])
+            return actor.handle
 
-            if max_engine_restarts:
-                rollout.replacer = Replacer(
-                    side,
-                    rollout,
-                    placement,
-                    start_again,
-                    allowed=max_engine_restarts,
-                    alias=alias,
-                    on_replaced=on_replaced,
-                )
+        if max_engine_restarts:
+            rollout.replacer = Replacer(
+                side,
+                rollout,
+                placement,
+                start_again,
+                allowed=max_engine_restarts,
+                alias=alias,
+                on_replaced=on_replaced,
+            )
         yield side, rollout
+
+
+def _engine_rank_arguments(
+    arguments: Mapping[str, Any], placement: Placement, on_gpu: bool
+) -> list[dict[str, Any]]:
+    # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
+    threads = max(1, cores() // -(-len(placement.engines) // placement.machines))
+    return [
+        actor_arguments(arguments, on_gpu, threads, rank // placement.engine_size)
+        for rank in range(len(placement.engines))
+    ]
+
+
+def _rank_config(trainer: TrainerConfig, devices: int) -> TrainerConfig:
+    """Return the configuration of each trainer rank, of which a machine has `devices`."""
+    on_gpu, threads = trainer.device != "cpu", trainer.threads
+    if not on_gpu:
+        threads = threads or max(1, cores() // devices)
+    device = _device_in_actor(trainer.device, on_gpu)
+    return dataclasses.replace(trainer, device=device, threads=threads)
+
+
+def _build_trainer(
+    side: RemoteTrainer, rollout: RemoteRollout, placement: Placement, alias: bool
+) -> None:
+    """Build the trainer ranks, and connect them with the engines, which are built."""
+    engines = rollout.each()
+    shared = [engines[rank].weight_layout().manifest for rank in placement.shared]
+    side.build(shared[0] if alias else None, aligned_dims(shared))
+    side.connect(rollout, placement.owners())
+    for trainer_rank, rank in zip(side.each(), placement.shared, strict=False):
+        introduce(trainer_rank, engines[rank])
 
 
 def _start(

@@ -18,7 +18,7 @@ import sys
 from memsaver.errors import StateError
 from memsaver.memory.torch_allocator import hold_workspaces, keep_graphs_unregistered
 
-__all__ = ["IN_PROCESS", "OLDEST", "hook_sglang", "install", "require", "uninstall"]
+__all__ = ["IN_PROCESS", "OLDEST", "hook_sglang", "install", "is_older", "require", "uninstall"]
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 OLDEST = {"vllm": (0, 24), "sglang": (0, 5, 16)}
@@ -26,6 +26,11 @@ _OURS = {
     "torch_memory_saver": "memsaver.compat.torch_memory_saver",
     "vllm.device_allocator.cumem": "memsaver.compat.vllm",
 }
+
+
+def is_older(version: str, oldest: tuple[int, ...]) -> bool:
+    """Return whether a version such as "0.24.1+cu130" comes before the oldest supported one."""
+    return tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest
 
 
 def require(package: str) -> str:
@@ -45,7 +50,7 @@ def require(package: str) -> str:
             f"engine.kind={package} needs the package {package}; run: pip install {package}"
         )
     version, oldest = importlib.metadata.version(package), OLDEST[package]
-    if tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
+    if is_older(version, oldest):
         least = ".".join(map(str, oldest))
         raise ValueError(
             f"{package} {version} is older than {least}; run: pip install '{package}>={least}'"

@@ -543,11 +543,38 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Return name, memory and driver of each GPU; an empty list if no driver answers."""
-    query = "--query-gpu=name,memory.total,driver_version"
+    """Return name, memory and driver of each visible GPU; an empty list if no driver answers."""
+    query = "--query-gpu=uuid,name,memory.total,driver_version"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return listed.stdout.splitlines()
+    gpus = dict(line.split(", ", 1) for line in listed.stdout.splitlines())
+    return _visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _visible(gpus: Mapping[str, str], entries: str | None) -> list[str]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES shows; an unknown entry ends them, as in CUDA.
+
+    Args:
+        gpus: Description of each GPU by its UUID, by index.
+        entries: Indices, beginnings of UUIDs, or UUIDs of MIG devices, which are returned as they
+            are; None: the variable is not set.
+    """
+    if entries is None:
+        return list(gpus.values())
+    visible = []
+    for entry in map(str.strip, entries.split(",")):
+        if entry.startswith("MIG-"):
+            visible.append(entry)
+            continue
+        named = [
+            description
+            for index, (uuid, description) in enumerate(gpus.items())
+            if entry == str(index) or (entry.startswith("GPU-") and uuid.startswith(entry))
+        ]
+        if len(named) != 1:
+            break
+        visible += named
+    return visible

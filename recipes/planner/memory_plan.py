@@ -199,29 +199,16 @@ def planning(
         ValueError: This process is part of a torch.distributed group.
     """
     model = dict(fields or recipe.model.random_fields())
-    notes = (
-        [] if card.measured else [f"contexts on {card.name} are assumed to be those of the H100"]
-    )
-    if recipe.cluster.apart:
-        notes.append("a single process on a GPU is assumed to have half of the contexts of two")
-    outside_sizes = None
+    notes, outside_sizes = _notes(recipe, card, prompt_tokens, outside), None
     if recipe.engine.hosted:
         outside_sizes = {"assumed": outside_of(recipe, card, None), "measured": outside}
-        card, note = _with_outside(recipe, card, outside)
-        notes = [note]
+        card = card._replace(contexts=outside_of(recipe, card, outside))
     half, cluster = card.contexts // 2, recipe.cluster
     if cluster.machines > 1:
         half, card = half + MESSAGES, card._replace(contexts=card.contexts + MESSAGES)
-        notes.append("NCCL's memory for syncs between machines is not in the plan")
-    own = card  # the trainer's
-    if not cluster.colocate:
-        own = card._replace(contexts=half + trainer_group(recipe))
-    elif not recipe.engine.hosted:
-        both = trainer_group(recipe) + engine_group(recipe)
-        own = card._replace(contexts=card.contexts + both)
+    own = _trainer_gpu(recipe, card, half)
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
-        notes.append(f"prompts are assumed to have {prompt_tokens} tokens")
     context = getattr(meta_model(model).config, "max_position_embeddings", None)
     check_context(recipe, prompt_tokens, context)
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
@@ -281,11 +268,38 @@ def _of_device_and_host(
     return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
 
-def _with_outside(recipe: Recipe, card: Gpu, measured: int | None) -> tuple[Gpu, str]:
-    """Return the GPU with all bytes outside of tags as its contexts, and a note for the plan."""
-    card, kind = card._replace(contexts=outside_of(recipe, card, measured)), recipe.engine.kind
-    how = "assumed until a run measures it" if measured is None else "as the run measured it"
-    return card, f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"
+def _notes(recipe: Recipe, card: Gpu, prompt_tokens: int | None, outside: int | None) -> list[str]:
+    """Return the assumptions of a plan, and what it leaves out; arguments as of `planning`."""
+    notes = []
+    if recipe.engine.hosted:
+        held = outside_of(recipe, card, outside) / GIB
+        how = "assumed until a run measures it" if outside is None else "as the run measured it"
+        notes.append(
+            f"{recipe.engine.kind} and contexts hold {held:.2f} GiB outside of tags, {how}"
+        )
+    else:
+        if not card.measured:
+            notes.append(f"contexts on {card.name} are assumed to be those of the H100")
+        if recipe.cluster.apart:
+            notes.append("a single process on a GPU is assumed to have half of the contexts of two")
+    if recipe.cluster.machines > 1:
+        notes.append("NCCL's memory for syncs between machines is not in the plan")
+    if prompt_tokens is None:
+        notes.append(f"prompts are assumed to have {GUESSED_PROMPT} tokens")
+    return notes
+
+
+def _trainer_gpu(recipe: Recipe, card: Gpu, half: int) -> Gpu:
+    """Return the GPU of a trainer rank, whose contexts include those of NCCL's groups.
+
+    `half` are the contexts of a single process.
+    """
+    if not recipe.cluster.colocate:
+        return card._replace(contexts=half + trainer_group(recipe))
+    if recipe.engine.hosted:
+        return card
+    both = trainer_group(recipe) + engine_group(recipe)
+    return card._replace(contexts=card.contexts + both)
 
 
 def _host_room(recipe: Recipe) -> float | None:

@@ -266,18 +266,51 @@ def test_missing_matplotlib_is_noted_and_the_trace_is_written(
     assert (folder.path / "trace.json").exists()
 
 
+def fake_nvidia_smi(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    printed = "".join(f"{line}\n" for line in lines)
+    monkeypatch.setattr(
+        run_folder.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, 0, printed),
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "visible"),
+    [
+        (None, ["A, 80 GiB", "B, 80 GiB", "C, 80 GiB"]),
+        ("", []),
+        ("-1", []),
+        ("2, 0", ["C, 80 GiB", "A, 80 GiB"]),
+        ("1,7,0", ["B, 80 GiB"]),  # CUDA ignores what follows an unknown device
+        ("GPU-b2-00", ["B, 80 GiB"]),
+        ("GPU-c3,0", ["C, 80 GiB", "A, 80 GiB"]),
+        ("GPU-", []),  # the beginning of several
+        ("MIG-5e6f,1", ["MIG-5e6f", "B, 80 GiB"]),
+    ],
+)
+def test_environment_lists_only_visible_gpus(
+    variable: str | None, visible: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvidia_smi(
+        monkeypatch, "GPU-a1-00, A, 80 GiB", "GPU-b2-00, B, 80 GiB", "GPU-c3-00, C, 80 GiB"
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert run_folder.describe_environment()["gpus"] == visible
+
+
 def test_environment_is_recorded_and_kept_over_a_resume(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = json.loads((folder.path / "environment.json").read_text())
     public = torch.__version__.partition("+")[0]  # A wheel may omit the local version.
     assert environment["cpus"] >= 1 and environment["packages"]["torch"].partition("+")[0] == public
-    listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05"
-    monkeypatch.setattr(
-        run_folder.subprocess,
-        "run",
-        lambda command, **_: subprocess.CompletedProcess(command, 0, f"{listed}\n"),
-    )
+    fake_nvidia_smi(monkeypatch, "GPU-1c0ffee, NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     RunFolder.reopen(folder.path, RECIPE)
-    assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [listed]
+    assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [
+        "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05"
+    ]
     assert json.loads((folder.path / "environment-until-step-0-1.json").read_text()) == environment

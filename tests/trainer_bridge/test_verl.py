@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
+import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from memsaver import StateError
+from memsaver.doctor import run_check
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.models import save_tiny
@@ -28,6 +32,7 @@ from tests.helpers.trainer_bridge.verl_sides import (
     start_engine,
     trainer_engine,
 )
+from trainer_bridge.verl import CLIENTS
 
 WHEEL = Wheel("verl")
 pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="verl is not installed")
@@ -187,3 +192,14 @@ def test_two_ranks_write_into_all_workers(tmp_path: Path, size: int) -> None:
 def test_entry_point_is_a_module_because_verl_calls_nothing() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["verl.plugins"] == {"memsaver": "memsaver.compat.verl_plugin"}
+
+
+def test_doctor_names_the_rollouts_that_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert WHEEL.folder is not None
+    monkeypatch.setattr(sys, "path", [*sys.path, str(WHEEL.folder.parent)])
+    entry = importlib.metadata.EntryPoint("memsaver", "memsaver.compat.verl_plugin", "verl.plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [entry])
+    monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
+    check = run_check("verl")
+    assert check.status == "ok" and check.finding.startswith("0.9.1; ")  # the wheel's version
+    assert [name for name in CLIENTS if not re.search(rf"\b{name}\b", check.finding)] == []
