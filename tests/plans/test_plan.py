@@ -106,6 +106,17 @@ def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
 APART = ["driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
 
 
+@pytest.mark.extended
+def test_plan_of_a_trainer_alone_on_its_gpu_equals_measurement() -> None:
+    """Compare with the 25.83 GiB that torch held after updates on one H100."""
+    words = [*APART, "cluster.n_gpus_per_node=1", "grpo.prompts_per_step=16"]
+    words += ["trainer.optimizer=adamw_8bit", "trainer.dtype=bfloat16", "sampling.max_tokens=512"]
+    recipe = recipes.load(PLANS / "qwen2.5-7b-8xh100.yaml", words)
+    plan = plan_of(recipe, "apart", gpu="h100-80gb")
+    (update,) = (stage for stage in plan.stages if stage.stage == "update_actor")
+    assert 0.99 * 25.83 <= update.torch["trainer"] / GIB <= 1.03 * 25.83
+
+
 @pytest.mark.parametrize("colocate", [True, False])
 def test_gpu_of_the_engine_alone_is_planned_without_the_trainers_tags(colocate: bool) -> None:
     """Plan both kinds of GPUs; their bytes must not depend on the other kind."""

@@ -24,10 +24,15 @@ SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0", "
 MIXTURE = "model.config.model_type=qwen3_moe model.config.num_experts=8 "
 MIXTURE += "model.config.num_experts_per_tok=2 model.config.moe_intermediate_size=32 "
 MIXTURE += "model.dtype=bfloat16 trainer.router_aux_loss_coef=0.001 grpo.router_replay=true"
+FIFTY = ("model.shape=smollm2-135m", "driver=inprocess", "exact=true", "steps=50")
+FIFTY += (SMALL[5], "task.workers=0", "trainer.learning_rate=0.001")
+FIFTY += ("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "sampling.max_tokens=128")
+FIFTY += ("trainer.micro_batch_size=64", "checkpoint.every=25", "checkpoint.export_every=0")
+OTHER_BATCHES = "engine.max_running=100 engine.max_prefill_tokens=300"
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    (file,) = (folder / "exports" / "step_3").glob("*.safetensors")
+    (file,) = (folder / "exports").glob("step_*/*.safetensors")
     return load_file(file)
 
 
@@ -65,6 +70,22 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
     folder = make_run("tiny", *SMALL, "model.dtype=float32")
     start_run("tiny", (*SMALL, "model.dtype=float32", "steps=2"), tmp_path / "run")
     continue_run(tmp_path / "run", None, ["steps=3"])
+    assert same_rows(folder, tmp_path / "run")
+    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [OTHER_BATCHES, "steps=25"])
+def test_fifty_steps_on_a_gpu_end_with_the_same_bits(
+    words: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    """Train the shape of SmolLM2-135M with random weights; a run of 25 steps is resumed."""
+    folder = make_run("qwen2.5-0.5b", *FIFTY)
+    start_run("qwen2.5-0.5b", (*FIFTY, *words.split()), tmp_path / "run")
+    if words.startswith("steps"):
+        continue_run(tmp_path / "run", None, ["steps=50"])
+    steps = rows(folder, "train")
+    assert len(steps) == 50 and all(0 == row["unequal_tokens"] < row["grad_norm"] for row in steps)
     assert same_rows(folder, tmp_path / "run")
     assert_same_bits(weights(folder), weights(tmp_path / "run"))
 
