@@ -32,7 +32,8 @@ OTHER_BATCHES = "engine.max_running=100 engine.max_prefill_tokens=300"
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    (file,) = (folder / "exports").glob("step_*/*.safetensors")
+    last = rows(folder, "train")[-1]["step"]
+    (file,) = (folder / "exports" / f"step_{last}").glob("*.safetensors")
     return load_file(file)
 
 
