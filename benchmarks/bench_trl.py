@@ -63,14 +63,9 @@ def run(side: str, seed: int, args: argparse.Namespace) -> None:
             words = ["benchmarks.trl_side", args.model, str(seed), str(args.steps), str(args.out)]
         else:
             words = ["recipes.cli", "run", RECIPE, f"model.path={args.model}", f"seed={seed}"]
-            words += [
-                f"steps={args.steps}",
-                "trainer.micro_batch_size=1024",
-                "driver=inprocess",
-                "exact=false",
-            ]
+            words += [f"steps={args.steps}", "trainer.micro_batch_size=1024", "driver=inprocess"]
             words += ["eval.every=0", "checkpoint.every=0", "checkpoint.export_every=null"]
-            words += ["--run-dir", str(folder)]
+            words += ["exact=false", "--run-dir", str(folder)]
         subprocess.run([sys.executable, "-m", *words], check=True, stdout=log, stderr=log)
     if side == "trl":
         figures = json.loads(own.read_text())

@@ -119,11 +119,9 @@ def _versions(_: Any) -> Finding:
 def _verl(_: Any) -> Finding:
     """Check that verl finds the plugin. verl is not imported, which would take many seconds."""
     active = os.environ.get("VERL_ENGINE_VENDOR") == "memsaver"
-    state = "active by" if active else "not active here: set"
     keys = "rollout.name=memsaver, or memsaver_vllm and VLLM_PLUGINS=memsaver, on FSDP2"
-    status, text, remedy = _trainer(
-        "verl", "verl.plugins", f"{state} VERL_ENGINE_VENDOR=memsaver; then {keys}"
-    )
+    setting = "VERL_ENGINE_VENDOR=memsaver"
+    status, text, remedy = _trainer("verl", "verl.plugins", active, setting, keys)
     allowed = os.environ.get(name := "VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     left_out = allowed != "auto" and "memsaver" not in map(str.strip, allowed.split(","))
     if status == "ok" and left_out:
@@ -134,18 +132,19 @@ def _verl(_: Any) -> Finding:
 def _trl(_: Any) -> Finding:
     """Check that TRL's vLLM finds the plugin. TRL itself needs a call, and no plugin."""
     active = "memsaver" in os.environ.get("VLLM_PLUGINS", "").split(",")
-    state = "active by" if active else "not active here: set"
     call = "trainer_bridge.trl.use(trainer) before train()"
-    return _trainer("trl", "vllm.general_plugins", f"{state} VLLM_PLUGINS=memsaver; then {call}")
+    return _trainer("trl", "vllm.general_plugins", active, "VLLM_PLUGINS=memsaver", call)
 
 
-def _trainer(package: str, group: str, use: str) -> Finding:
+def _trainer(package: str, group: str, active: bool, setting: str, then: str) -> Finding:
     """Check the version of a trainer, and memsaver's plugin for it or for its engine.
 
     Args:
         package: A key of `TRAINERS`.
         group: Group of the plugin's entry point.
-        use: Whether the plugin is active, and how to use it.
+        active: Whether the plugin is active in this environment.
+        setting: The variable that activates it.
+        then: What else a user sets or calls.
     """
     try:
         version = importlib.metadata.version(package)
@@ -159,7 +158,9 @@ def _trainer(package: str, group: str, use: str) -> Finding:
     if not _plugin_found(group):
         install = "install memsaver into this environment with pip; PYTHONPATH does not suffice"
         return "warn", f"{text}; memsaver's entry point {group} is missing or broken", install
-    return "ok", f"{text}; plugin found, {use} (docs/how-to/other-trainers.md)", ""
+    state = "active by" if active else "not active here: set"
+    page = "docs/how-to/other-trainers.md"
+    return "ok", f"{text}; plugin found, {state} {setting}; then {then} ({page})", ""
 
 
 def _plugin_found(group: str) -> bool:

@@ -52,7 +52,7 @@ from rollout.model import (
 from rollout.weights import arena_nbytes
 from trainer_bridge import TrainerConfig
 from trainer_bridge.config import INSTALL_OPTIM
-from trainer_bridge.training import check_layout, lora_target_names, why_not_exact
+from trainer_bridge.training import FLASH, check_layout, lora_target_names, why_not_exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +217,6 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     return None
 
 
-FLASH = (8, 0)  # Compute capability that FlashAttention needs, which exact trainers call.
-
-
 def with_exact_decided(
     recipe: Recipe, model_dir: Path, device: str | None = None
 ) -> tuple[Recipe, str]:
@@ -239,6 +236,7 @@ def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
         return "needs a GPU"
     if recipe.not_exact:
         return f"excludes {recipe.not_exact}"
+    # The backward pass of exact runs is FlashAttention's.
     if device and torch.cuda.get_device_capability(device) < FLASH:
         return f"needs a GPU of compute capability {FLASH[0]}.{FLASH[1]}"
     try:

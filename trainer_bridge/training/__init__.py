@@ -7,10 +7,11 @@ from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.exact import why_not_exact
 from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
-from trainer_bridge.training.packing import packed_attention
+from trainer_bridge.training.packing import FLASH, packed_attention
 from trainer_bridge.training.token_numbers import Numbers, PerToken, by_answer, flat, log_ratios
 
 __all__ = [
+    "FLASH",
     "Numbers",
     "PerToken",
     "Runtime",

@@ -119,9 +119,11 @@ def forward_products(model: Any, device: torch.device) -> contextlib.AbstractCon
 
 def recomputation(config: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of torch's `checkpoint`: what it recomputes has forward's products."""
-    products = partial(exact.engine_products, torch.device(config.device))
-    contexts = {"context_fn": lambda: (contextlib.nullcontext(), products())}
-    return {"use_reentrant": False, **(contexts if config.exact else {})}
+    how: dict[str, Any] = {"use_reentrant": False}
+    if config.exact:
+        device = torch.device(config.device)
+        how["context_fn"] = lambda: (contextlib.nullcontext(), exact.engine_products(device))
+    return how
 
 
 def is_exact(model: Any) -> bool:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trainer_bridge.ops.exact import Sequences
 
+FLASH = (8, 0)
+"""Compute capability that FlashAttention needs."""
 PACKED = "packed"
 """Name under which `pack_if_possible` registers `packed_attention` with transformers."""
 # Model types of transformers with plain causal attention.
@@ -58,7 +60,7 @@ def packed_attention(
     the attention weights. `scaling` multiplies the scores; None is 1 / sqrt(width).
     """
     if flash is None:
-        flash = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        flash = query.is_cuda and torch.cuda.get_device_capability(query.device) >= FLASH
     width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     by = _flash if flash and half and width <= 256 and width % 8 == 0 else _length_by_length
     return by(query, key, value, packing, scaling), None
