@@ -53,6 +53,7 @@ UPDATES = (
     Update("qwen2.5-0.5b", None, 16, "mlp"),  # as the packaged recipe trains
     Update("qwen2.5-0.5b", None, 8, "layers"),
     Update("qwen2.5-7b", 6, 8, "layers"),
+    Update("qwen3-30b-a3b", 4, 8, "layers"),
 )
 
 

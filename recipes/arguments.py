@@ -85,6 +85,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         fp32_router=recipe.model.fp32_router,
         exact=recipe.exact_mode,
         exact_ranks=recipe.engine.tensor_parallel_size,
+        exact_expert_parallel=recipe.engine.expert_parallel,
         seed=recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
         leaving=leaving_tags(recipe),

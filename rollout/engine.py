@@ -97,7 +97,8 @@ class Engine(EngineBase):
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         if config.exact:
-            check_exact(model, dtype, saver.device, config.tensor_parallel_size)
+            check_exact(model, dtype, saver.device)
+        self._expert_parallel = config.expert_parallel
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
@@ -667,12 +668,9 @@ def _context_len(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_context_len
 
 
-def check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise a ValueError if a trainer cannot compute the bits of this model."""
     if not model.is_plain:
         raise ValueError("exact=True is for models with plain attention; use exact=False")
-    if model.has_experts and ranks > 1:
-        rule = f"exact=True excludes tensor_parallel_size={ranks} for a mixture of experts"
-        raise ValueError(f"{rule}; use exact=False")
     if device.type == "cuda" and dtype == torch.float32:
         raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")

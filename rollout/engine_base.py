@@ -115,6 +115,7 @@ class EngineBase(SaverSide):
     store: WeightPages
     tags: Sequence[str] = TAGS
     _ranks: TensorParallel
+    _expert_parallel = 1
     _update: WeightUpdate
 
     # ---------------------------------------------------------------- weights
@@ -142,12 +143,16 @@ class EngineBase(SaverSide):
         The weights may be asleep.
 
         Returns:
-            The manifest, the device, the shapes of the buffers, and the number of ranks.
+            The manifest, the device, the shapes of the buffers, and how ranks share the model.
         """
         buffers = {name: tuple(buffer.shape) for name, buffer in self.store.buffers.items()}
         place = place_of(self.saver.device)
         return WeightLayout(
-            manifest=self.manifest, place=place, buffers=buffers, ranks=self._ranks.size
+            manifest=self.manifest,
+            place=place,
+            buffers=buffers,
+            ranks=self._ranks.size,
+            expert_parallel=self._expert_parallel,
         )
 
     @held()

@@ -184,8 +184,8 @@ BUGS = [
         "decode begins splits at other positions than prefill",
         "rollout/ops/attention_kernels.py",
         "rollout/test_attention.py",
-        "octave = tl.maximum(split // 8, 1) - 1",
-        "octave = tl.maximum(split // 8, 2) - 2",
+        "octave = tl.maximum(split // PARTS, 1) - 1",
+        "octave = tl.maximum(split // PARTS, 2) - 2",
     ),
     Bug(
         "an exact trainer leaves the norms to transformers",

@@ -281,7 +281,8 @@ class TrainerConfig:
             families llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe, without adapters; on a GPU
             in half precision.
         exact_ranks: With `exact`, the `tensor_parallel_size` of the rollout's engines. The forward
-            adds partial sums as these ranks do; 1 for mixtures of experts.
+            adds partial sums as these ranks do.
+        exact_expert_parallel: With `exact`, the `expert_parallel` of the rollout's engines.
         mismatch_dir: Directory to which the first update with such a difference saves the weights
             and unequal sequences, before it raises or goes on (`trace_mismatch`). None: nothing is
             saved.
@@ -314,6 +315,7 @@ class TrainerConfig:
     optimizer_offload: bool = False
     exact: bool | Literal["warn"] = False
     exact_ranks: int = 1
+    exact_expert_parallel: int = 1
     mismatch_dir: str | None = None
     leaving: tuple[str, ...] = ()
 
@@ -345,7 +347,7 @@ class TrainerConfig:
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),
             ("threads", *_COUNT_OR_NONE),
-            ("micro_batch_size exact_ranks", *_COUNT),
+            ("micro_batch_size exact_ranks exact_expert_parallel", *_COUNT),
             ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),
             ("loss", self.reference or not self.loss.kl_coef, "kl_coef needs reference=True"),
@@ -354,6 +356,11 @@ class TrainerConfig:
             ("optimizer", installed, f"needs bitsandbytes; run: {INSTALL_OPTIM}"),
             ("optimizer_offload", plain, "needs optimizer='adamw'"),
             ("optimizer_offload", offloads, "needs dtype='float32', and lora=None"),
+            (
+                "exact_expert_parallel",
+                lambda parts: self.exact_ranks % parts == 0,
+                f"must divide exact_ranks={self.exact_ranks}",
+            ),
             ("exact", self.exact in (False, True, "warn"), "use False, True or 'warn'"),
             (
                 "exact",

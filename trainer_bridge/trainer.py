@@ -421,9 +421,10 @@ class Trainer(SaverSide):
         if self._sync is not None:
             self._sync.close()
         agreement, place = group_agreement(group or dist.group.WORLD), place_of(self.device)
+        ranks = self.config.exact_ranks, self.config.exact_expert_parallel
         self._sync = WeightSync(
             self._shards.described(), self._tensors, targets, agreement, place=place,
-            ranks=self.config.exact_ranks if self.config.exact else None,
+            ranks=ranks if self.config.exact else None,
         )  # fmt: skip
         if self._layout is not None:
             self._share = PageAlias(self.saver, PARAMS, self._layout, self._sync)

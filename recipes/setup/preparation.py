@@ -240,7 +240,7 @@ def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
     if device and torch.cuda.get_device_capability(device) < FLASH:
         return f"needs a GPU of compute capability {FLASH[0]}.{FLASH[1]}"
     try:
-        return why_not_exact(load_model_config(model_dir), recipe.engine.tensor_parallel_size)
+        return why_not_exact(load_model_config(model_dir))
     except ValueError as error:
         return f"needs a model that the native engine supports: {one_line(error)}"
 

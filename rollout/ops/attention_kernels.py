@@ -36,6 +36,8 @@ from kvcache.ops.quant import decode_fp8
 MAX_HEADS = 16  # maximum number of query heads per decode program
 MIN_SPLIT = tl.constexpr(256)  # keys of the shortest splits, a multiple of all blocks of keys
 LOG_MIN_SPLIT = tl.constexpr(8)  # of base 2
+PARTS = tl.constexpr(8)  # splits between a power of two and the next, from 2 * PARTS * MIN_SPLIT on
+LOG_PARTS = tl.constexpr(3)
 COMBINED = tl.constexpr(16)  # splits that `decode_combine` loads together
 
 
@@ -67,21 +69,21 @@ def _gather(  # type: ignore[no-untyped-def]
 def _octave(position):  # type: ignore[no-untyped-def]
     """Return how often the split length has doubled at a position below 2**24."""
     exponent = (tl.cast(position, tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # of log2
-    return tl.maximum(exponent - 3 - LOG_MIN_SPLIT, 0)
+    return tl.maximum(exponent - LOG_PARTS - LOG_MIN_SPLIT, 0)
 
 
 @triton.jit
 def _split_at(position):  # type: ignore[no-untyped-def]
     """Return the number of the split of a position."""
     octave = _octave(position)
-    return (position // MIN_SPLIT >> octave) + 8 * octave
+    return (position // MIN_SPLIT >> octave) + PARTS * octave
 
 
 @triton.jit
 def _split_bounds(split):  # type: ignore[no-untyped-def]
     """Return the first position of a split, and the first position after it."""
-    octave = tl.maximum(split // 8, 1) - 1
-    first = split - 8 * octave
+    octave = tl.maximum(split // PARTS, 1) - 1
+    first = split - PARTS * octave
     return first * MIN_SPLIT << octave, (first + 1) * MIN_SPLIT << octave
 
 
@@ -376,8 +378,9 @@ def prefill(  # type: ignore[no-untyped-def]
 
 def split_count(length: int) -> int:
     """Return the number of splits of `length` tokens."""
-    octave = max((length - 1).bit_length() - 4 - LOG_MIN_SPLIT.value, 0)
-    return ((length - 1) // MIN_SPLIT.value >> octave) + 8 * octave + 1
+    last = length - 1
+    octave = max(last.bit_length() - 1 - LOG_PARTS.value - LOG_MIN_SPLIT.value, 0)
+    return (last // MIN_SPLIT.value >> octave) + PARTS.value * octave + 1
 
 
 def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:

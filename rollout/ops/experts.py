@@ -124,7 +124,6 @@ def mix_experts(
     *,
     first: int = 0,
     total: int | None = None,
-    kept: Tensor | None = None,
 ) -> Tensor:
     """Sum weights[t, j] * down[e] @ silu_mul(gate_up[e] @ x[t]) over j, where e = ids[t, j].
 
@@ -142,11 +141,33 @@ def mix_experts(
         impl: Implementation; "auto" uses Triton on a GPU.
         first: Number of the first held expert; pairs of experts that are not held contribute 0.
         total: Number of experts of the model; None if all are held.
-        kept: [T * k, 2I] of x's dtype, to which the kernels write gate_up[e] @ x[t], sorted by
-            expert, then by token; None writes nothing.
 
     Returns:
         Contiguous [T, H] of x's dtype.
+    """
+    products = expert_products(x, ids, gate_up, down, impl, first=first, total=total)
+    summed = None if total in (None, len(down)) else range(first, first + len(down))
+    return weighted_sum(products, weights, ids, impl, summed=summed)
+
+
+def expert_products(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    impl: Impl = "auto",
+    *,
+    first: int = 0,
+    total: int | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute down[e] @ silu_mul(gate_up[e] @ x[t]), where e = ids[t, j].
+
+    Arguments are those of `mix_experts`. `kept`, if given, [T * k, 2I] of x's dtype, receives
+    gate_up[e] @ x[t] from the kernels, sorted by expert, then by token.
+
+    Returns:
+        Contiguous [T, k, H] of x's dtype, undefined for pairs of experts that are not held.
     """
     total = len(down) if total is None else total
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
@@ -157,24 +178,48 @@ def mix_experts(
             token, choice = (ids == expert).nonzero(as_tuple=True)
             act = silu_mul(linear(x[token], gate_up[expert - first]), "torch")
             products[token, choice] = linear(act, down[expert - first])
-        terms = (products * weights.unsqueeze(-1)).unbind(1)
-        return functools.reduce(torch.add, terms[1:], terms[0].float()).to(x.dtype)
-    assert all(tensor.is_contiguous() for tensor in (x, ids, weights, gate_up, down))
-    if not experts:
-        return torch.zeros_like(x)
-    out = torch.empty_like(x)
-    if tokens:
+        return products
+    assert all(tensor.is_contiguous() for tensor in (x, ids, gate_up, down))
+    products = x.new_empty((*ids.shape, hidden))
+    if tokens and experts:
         with torch.cuda.device_of(x):
             blocks = product_blocks(ids.numel(), total, x)
             pairs = sort_pairs(ids, experts, blocks.rows, first)
             act = x.new_empty((ids.numel(), inner))
             _launch(x, gate_up, act, pairs, top_k, blocks, gate=True, kept=kept)
-            products = x.new_empty((ids.numel(), hidden))
-            _launch(act, down, products, pairs, top_k, blocks, gate=False)
-            block = min(1024, triton.next_power_of_2(hidden))
+            _launch(act, down, products.view(-1, hidden), pairs, top_k, blocks, gate=False)
+    return products
+
+
+def weighted_sum(
+    products: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    impl: Impl = "auto",
+    *,
+    summed: range | None = None,
+) -> Tensor:
+    """Sum products [T, k, H] of a token's experts, times their weights [T, k], to [T, H].
+
+    Products are added in the order of a token's choices. With `summed`, only those of these experts
+    are, by their ids [T, k]; the others may be undefined.
+    """
+    (tokens, top_k), hidden = ids.shape, products.shape[-1]
+    if not use_triton(impl, products.device):
+        if summed is not None:
+            others = (ids < summed.start) | (ids >= summed.stop)
+            products = products.masked_fill(others.unsqueeze(-1), 0)
+        terms = (products * weights.unsqueeze(-1)).unbind(1)
+        return functools.reduce(torch.add, terms[1:], terms[0].float()).to(products.dtype)
+    assert all(tensor.is_contiguous() for tensor in (products, weights, ids))
+    out = products.new_empty((tokens, hidden))
+    if tokens:
+        first, experts = (0, 0) if summed is None else (summed.start, len(summed))
+        block = min(1024, triton.next_power_of_2(hidden))
+        with torch.cuda.device_of(products):
             _sum[(tokens, triton.cdiv(hidden, block))](
                 products, weights, ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=block,
-                ALL=experts == total, enable_fp_fusion=False,
+                ALL=summed is None, enable_fp_fusion=False,
             )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ from rollout.weights.messages import (
     WriteReceipt,
     torch_dtype,
 )
+from rollout.weights.params import held
 from rollout.weights.store import arena_nbytes
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "WeightOffer",
     "WriteReceipt",
     "arena_nbytes",
+    "held",
     "torch_dtype",
 ]

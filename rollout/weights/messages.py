@@ -141,12 +141,14 @@ class WeightLayout:
         buffers: Shapes by name of tensors other than parameters, such as router biases. Their
             values arrive in a `WriteReceipt`.
         ranks: Number of the engine's tensor-parallel ranks, each of which has a layout.
+        expert_parallel: Parts of whole experts into which these ranks divide experts.
     """
 
     manifest: Manifest
     place: str
     buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ranks: int = 1
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

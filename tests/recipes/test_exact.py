@@ -76,6 +76,7 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [OTHER_BATCHES, "steps=25"])
 def test_fifty_steps_on_a_gpu_end_with_the_same_bits(
     words: str, make_run: MakeRun, tmp_path: Path

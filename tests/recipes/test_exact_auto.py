@@ -42,7 +42,7 @@ DECIDES = "recipes.setup.preparation.with_exact_decided"
             f"{TWO_RANKS} cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4",
             "excludes engine.tensor_parallel_size=4",
         ),
-        (f"{MIXTURE} {TWO_RANKS}", "excludes 2 engine ranks for a mixture of experts"),
+        (f"{MIXTURE} {TWO_RANKS} engine.expert_parallel=2", ""),
         ("model.config.model_type=ministral", "is for llama, mistral, mixtral, qwen2, qwen3, qwe"),
         ("model.config.model_type=granite", "needs a model that the native engine supports: "),
     ],

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from rollout import Completion, DoubleSparsity, Engine, EngineConfig, SamplingParams
-from rollout.engine import check_exact
-from rollout.model import load_model_config
 from tests.helpers.case_selection import some
 from tests.helpers.models import build_tiny, save_tiny
 from trainer_bridge import LoraConfig, SequenceBatch, Trainer, TrainerConfig
@@ -216,15 +214,6 @@ def test_probe_names_operations_that_are_not_the_engines(tmp_path: Path) -> None
     router: Any = expert_routers(model)[0]
     router.forward = type(router).forward.__get__(router)
     assert {"pow", "mean", "rsqrt", "topk", "_softmax"} <= foreign_operations(model)
-
-
-def test_mixture_of_experts_refuses_several_engine_ranks(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3_moe")
-    with pytest.raises(ValueError, match="excludes 2 engine ranks for a mixture of experts"):
-        trainer_of(tmp_path, exact_ranks=2)
-    model = load_model_config(tmp_path)
-    with pytest.raises(ValueError, match="excludes tensor_parallel_size=2 for a mixture"):
-        check_exact(model, torch.float32, torch.device("cpu"), 2)
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8_e4m3"}, {"double_sparsity": SPARSE}])

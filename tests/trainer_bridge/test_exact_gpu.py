@@ -146,14 +146,18 @@ def test_trace_runs_both_sides_on_a_gpu_and_names_a_planted_fault(
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("qwen2.5-0.5b", 1), ("qwen2.5-7b", 1), ("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2)],
+)
 def test_bits_of_a_tensor_parallel_engine_and_a_trainer_of_two_ranks_are_equal(
-    name: str, tmp_path: Path
+    name: str, parts: int, tmp_path: Path
 ) -> None:
     path = described(name, tmp_path / "model")
     config = TrainerConfig(
         model_path=str(path), random_init=True, device="cuda", exact=True, learning_rate=1e-4,
         param_dtype="bfloat16", micro_batch_size=2, activation_checkpointing="layers",
+        exact_ranks=2, exact_expert_parallel=parts,
     )  # fmt: skip
     settings = {"kv_tokens": 65536, "max_running": 32, "max_context_len": 8192}
     ways: list[dict[str, Any]] = [

@@ -21,11 +21,15 @@ from trainer_bridge import Trainer, TrainerConfig
 from trainer_bridge.ops.exact import linear, silu
 
 # Two KV heads, which four ranks copy; 199 tokens of vocabulary, which no size divides; ranks with
-# fewer than 16 rows of a weight; biases of all products of attention.
+# fewer than 16 rows of a weight; biases of all products of attention; experts in unequal parts,
+# which two of four ranks share.
 MODELS: list[tuple[str, str, dict[str, Any]]] = some(
     ("llama", "bfloat16", {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen2", "float32", {"intermediate_size": 24}),
+    ("qwen3_moe", "bfloat16", {"num_experts": 7, "num_experts_per_tok": 3}),
     whole=[
+        ("qwen3_moe", "float32", {"num_experts": 7, "num_experts_per_tok": 3}),
+        ("mixtral", "bfloat16", {"num_local_experts": 6}),
         ("qwen3", "float32", {"head_dim": 4}),
         ("qwen3", "bfloat16", {"head_dim": 16}),
         ("mistral", "float32", {"sliding_window": 37}),
@@ -34,6 +38,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = some(
 )
 IDS = [f"{family}-{dtype}" for family, dtype, _ in MODELS]
 SIZES = (2, 4)
+PARTS = {"qwen3_moe": 2}  # of experts, by family
 PROMPTS = random_prompts((3, 130, 257, 40, 1))
 WAYS: list[dict[str, Any]] = [
     {"max_prefill_tokens": 512},
@@ -49,26 +54,30 @@ def trainer_config(path: Path | str, dtype: Any, **changes: Any) -> TrainerConfi
     )  # fmt: skip
 
 
-def generate(rank: int, models: list[tuple[str, str]]) -> dict[int, list[list[list[Completion]]]]:
+def generate(
+    rank: int, models: list[tuple[str, str, int]]
+) -> dict[int, list[list[list[Completion]]]]:
     """Return the answers of engines of two and four ranks, for each model and way to batch.
 
-    `models` are pairs of path and dtype.
+    `models` are paths, dtypes, and parts of the experts.
     """
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     groups = {2: pairs[rank // 2], 4: dist.group.WORLD}
     return {
         size: [
-            [answers(path, dtype, size, groups[size], way) for way in WAYS]
-            for path, dtype in models
+            [answers(path, dtype, size, parts, groups[size], way) for way in WAYS]
+            for path, dtype, parts in models
         ]
         for size in SIZES
     }
 
 
-def answers(path: str, dtype: str, size: int, group: Any, way: dict[str, Any]) -> list[Completion]:
+def answers(
+    path: str, dtype: str, size: int, parts: int, group: Any, way: dict[str, Any]
+) -> list[Completion]:
     engine = Engine.from_pretrained(
-        path, dtype=getattr(torch, dtype), tensor_parallel_size=size, group=group, exact=True,
-        **SETTINGS, **way,
+        path, dtype=getattr(torch, dtype), tensor_parallel_size=size, expert_parallel=parts,
+        group=group, exact=True, **SETTINGS, **way,
     )  # fmt: skip
     return sample(engine, PROMPTS)
 
@@ -84,7 +93,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def by_rank(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
     store = tmp_path_factory.mktemp("meet") / "store"
-    models = [(path, dtype) for path, (_, dtype, _) in zip(paths, MODELS, strict=True)]
+    models = [
+        (path, dtype, PARTS.get(family, 1))
+        for path, (family, dtype, _) in zip(paths, MODELS, strict=True)
+    ]
     return results(start_ranks(generate, 4, store, models), 400)
 
 
@@ -97,8 +109,11 @@ def test_trainer_computes_the_bits_of_tensor_parallel_engines(
     for answers in others:
         assert [a.logprobs for a in answers] == [a.logprobs for a in first]
     batch = sampled_batch(PROMPTS, first)
+    family, dtype, _ = MODELS[model]
     for ranks in (1, size):
-        trainer = Trainer(trainer_config(paths[model], MODELS[model][1], exact_ranks=ranks))
+        parts = min(ranks, PARTS.get(family, 1))
+        shares = {"exact_ranks": ranks, "exact_expert_parallel": parts}
+        trainer = Trainer(trainer_config(paths[model], dtype, **shares))
         assert (trainer.compute_log_prob(batch) == batch.rollout_logprobs) is (ranks == size)
         if ranks == size:
             assert trainer.update_actor(batch)["unequal_tokens"] == 0
@@ -111,14 +126,16 @@ def test_two_ranks_compute_the_bits_of_their_engines_with_unequal_parts_of_a_bat
     dtype: str, paths: list[str], tmp_path: Path
 ) -> None:
     engines = [{**SETTINGS, **way} for way in WAYS]
-    arguments = trainer_config(paths[0], dtype), engines, PROMPTS
+    arguments = trainer_config(paths[0], dtype, exact_ranks=2), engines, PROMPTS
     ranks = results(start_ranks(unequal_in_rounds, 2, tmp_path / "store", *arguments))
     assert ranks == [[0, 0]] * 2
 
 
 def test_trainer_refuses_engines_of_another_size(paths: list[str]) -> None:
     trainer = Trainer(trainer_config(paths[0], "float32", exact_ranks=2))
-    rule = "an engine has tensor_parallel_size=1, and the trainer adds as exact_ranks=2 do"
+    rule = (
+        "tensor_parallel_size=1 and expert_parallel=1, and the trainer exact_ranks=2 and exact_ex"
+    )
     with pytest.raises(ValueError, match=rule):
         trainer.connect([Engine.from_pretrained(paths[0], kv_tokens=64)])
     trainer.close()

@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
 from tests.helpers.triton_compiler import compile_alone
+from trainer_bridge.ops.exact import ExpertRanks
 from trainer_bridge.ops.exact import mix_experts as mix_experts_exactly
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.moe import mix_experts
@@ -130,20 +131,21 @@ def test_silu_gate_and_its_gradient_match_fp64(
     assert_near(gate_up.grad, wide.grad, dtype)
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "exact"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "exact", "exact by ranks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mix_experts_and_gradients_match_transformers(
     act: str, dtype: torch.dtype, impl: Impl, device: str
 ) -> None:
     """Include experts without a token, and compare gradients of all inputs.
 
-    "exact" is the silu of an exact trainer, the only one with a choice of kernels.
+    "exact" is the silu of an exact trainer, the only one with a choice of kernels; "by ranks", two
+    ranks share the inner channels of each of two parts of the experts.
     """
     config: Any = Qwen3MoeConfig(
         num_experts=6,
         hidden_size=32,
         moe_intermediate_size=16,
-        hidden_act=act.replace("exact", "silu"),
+        hidden_act="gelu" if act == "gelu" else "silu",
     )
     own = Qwen3MoeExperts(config).to(device, dtype)
     for param in own.parameters():
@@ -155,8 +157,9 @@ def test_mix_experts_and_gradients_match_transformers(
     inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weights)]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     stacks = own.gate_up_proj, own.down_proj
-    if act == "exact":
-        out = mix_experts_exactly(inputs[0], ids, inputs[1], *stacks, impl)
+    if act.startswith("exact"):
+        ranks = ExpertRanks(4, 2) if act == "exact by ranks" else ExpertRanks()
+        out = mix_experts_exactly(inputs[0], ids, inputs[1], *stacks, impl, ranks)
     else:
         out = mix_experts(own, inputs[0], ids, inputs[1])
     expected_out = eager(exact_experts, wide[0], ids, wide[1])

@@ -6,11 +6,11 @@ differentiates the engine's torch reference of norms and attention. Products of 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import starmap
-from typing import Any
+from itertools import chain, starmap
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.experts import Routing
-from rollout.ops.experts import mix_experts as engine_mix_experts
+from rollout.ops.chain_product import chain_product
+from rollout.ops.experts import Routing, expert_products, weighted_sum
 from rollout.ops.product_probe import define_products as define_engine_products
 from rollout.ops.product_probe import is_probed
 from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_products
@@ -29,6 +29,7 @@ from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import silu as engine_silu
 from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys
 from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
+from rollout.weights import held
 from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
 
 engine_products = row_invariant_products
@@ -66,12 +67,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Te
     The product is that of tensor-parallel ranks that share the inner dimension: each rounds its
     part, the first adds the bias, and the parts are added in order.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if ranks == 1 and product_key(weight, bias, False) not in chained:
-        out = engine_linear(rows, weight, bias)  # autograd's own, which takes the host less time
-    else:
-        out = _Linear.apply(rows, weight, bias, ranks)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    rows, biases = x.reshape(-1, x.shape[-1]), (bias, *[None] * (ranks - 1))
+    shares = zip(rows.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
+    return add_parts(starmap(_product, shares)).view(*x.shape[:-1], weight.shape[0])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x [T, K] by the transposed weight [N, K], by the library or by `_ChainProduct`."""
+    if product_key(weight, bias, False) in chained:
+        return _ChainProduct.apply(x, weight, bias)
+    return engine_linear(x, weight, bias)
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
@@ -84,16 +89,69 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return _Route.apply(logits, routing)
 
 
+class ExpertRanks(NamedTuple):
+    """How tensor-parallel ranks share a mixture of experts.
+
+    Experts are divided into `parts` of whole experts. The ranks of a part share the inner channels.
+    """
+
+    size: int = 1  # ranks
+    parts: int = 1  # EngineConfig.expert_parallel
+
+
 def mix_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, impl: Impl = "auto"
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    impl: Impl = "auto",
+    ranks: ExpertRanks = ExpertRanks(),  # noqa: B008
 ) -> Tensor:
-    """Compute the weighted sum of a token's experts, [T, H], by the engine's `mix_experts`."""
+    """Compute the weighted sum of a token's experts, [T, H], by the engine's `mix_experts`.
+
+    Each of `ranks` rounds the sum of what it holds, and the sums are added in order.
+    """
     if x.is_meta:
         return torch.empty_like(x)
     inputs = x.contiguous(), ids, weights, gate_up, down
     if use_triton(impl, x.device) and torch.is_grad_enabled():
-        return _MixExperts.apply(*inputs, impl)
-    return engine_mix_experts(*inputs, impl)
+        return _MixExperts.apply(*inputs, impl, ranks)
+    return _mix_by_ranks(*inputs, impl, ranks)
+
+
+def _mix_by_ranks(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    impl: Impl,
+    ranks: ExpertRanks,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute `mix_experts`; `kept` [T * k, 2I] receives what the engine's `expert_products` keeps.
+
+    Products do not depend on which other experts a rank holds, so those of all parts are computed
+    at once, by shares of the inner channels.
+    """
+    shares, parts = ranks.size // ranks.parts, ranks.parts
+    summed: list[range | None] = [None]
+    if parts > 1:
+        summed = [range(*held(len(down), parts, part)) for part in range(parts)]
+    rows = gate_up.unflatten(1, (2, shares, -1)).unbind(2)
+    columns = down.unflatten(2, (shares, -1)).unbind(2)
+    places: Sequence[Any] = [None] * shares
+    if kept is not None:
+        places = kept.unflatten(1, (2, shares, -1)).unbind(2)
+    sums = []
+    for gates, inner, place in zip(rows, columns, places, strict=True):
+        mine = None if place is None else place.contiguous()
+        products = expert_products(x, ids, gates.flatten(1, 2), inner.contiguous(), impl, kept=mine)
+        if place is not None:
+            place.copy_(mine)  # nothing happens if they are one tensor
+        sums.append([weighted_sum(products, weights, ids, impl, summed=part) for part in summed])
+    return add_parts(chain.from_iterable(zip(*sums, strict=True)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,23 +208,20 @@ def attention(
     return torch.cat(out).to(q.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _ChainProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        biases = bias, *[None] * (ranks - 1)
-        shares = zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
-        return add_parts(starmap(engine_linear, shares))
+        return chain_product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (to_x, to_weight, to_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight), (to_x, to_weight, to_bias) = ctx.saved_tensors, ctx.needs_input_grad
         return (
             grad @ weight if to_x else None,
             grad.t() @ x if to_weight else None,
             grad.sum(0) if to_bias else None,
-            None,
         )
 
 
@@ -240,9 +295,10 @@ class _MixExperts(torch.autograd.Function):
         gate_up: Tensor,
         down: Tensor,
         impl: Impl,
+        ranks: ExpertRanks,
     ) -> Tensor:
         kept = x.new_empty((ids.numel(), gate_up.shape[1]))
-        out = engine_mix_experts(x, ids, weights, gate_up, down, impl, kept=kept)
+        out = _mix_by_ranks(x, ids, weights, gate_up, down, impl, ranks, kept)
         ctx.save_for_backward(x, ids, weights, gate_up, down, kept)
         ctx.impl = impl
         return out
@@ -263,7 +319,7 @@ class _MixExperts(torch.autograd.Function):
         grad_gate_up = F.grouped_mm(slope.t(), x[token], offs=ends)
         grad_rows = F.grouped_mm(slope, gate_up, offs=ends)
         grad_x = token_sum(grad_rows, pairs.place, None, ctx.impl)
-        return grad_x, None, grad_weights, grad_gate_up, grad_down, None
+        return grad_x, None, grad_weights, grad_gate_up, grad_down, None, None
 
 
 class _Attention(torch.autograd.Function):

@@ -127,7 +127,7 @@ class WeightSync:
         *,
         place: str,
         device: torch.device | None = None,
-        ranks: int | None = None,
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         """Plan the sync.
 
@@ -141,7 +141,8 @@ class WeightSync:
             agreement: Agreement of all ranks; None for a single rank.
             place: Place of this rank's device, as in `WeightLayout`.
             device: Device of this rank; None: that of the sources.
-            ranks: Number of tensor-parallel ranks that every engine must have; None: any.
+            ranks: `tensor_parallel_size` and `expert_parallel` that every engine must have; None:
+                any.
 
         Raises:
             ValueError: Shards and targets do not fit; the text lists the differences. Nothing has
@@ -181,9 +182,14 @@ class WeightSync:
         shards = list(chain.from_iterable(held for _, held, _ in members))
         layouts = list(chain.from_iterable(offered for _, _, offered in members))
         for layout in layouts:
-            if self._ranks not in (None, layout.ranks):
-                text = f"an engine has tensor_parallel_size={layout.ranks}, and the trainer adds"
-                raise ValueError(f"{text} as exact_ranks={self._ranks} do; make them equal")
+            theirs = layout.ranks, layout.expert_parallel
+            if self._ranks not in (None, theirs):
+                raise ValueError(
+                    "an engine has tensor_parallel_size={} and expert_parallel={}, and the trainer "
+                    "exact_ranks={} and exact_expert_parallel={}; make them equal".format(
+                        *theirs, *self._ranks
+                    )
+                )
         known = dict(chain.from_iterable(layout.buffers.items() for layout in layouts))
         held = {shard.name for shard in shards}
         if missing := sorted(known.keys() - held):

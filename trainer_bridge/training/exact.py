@@ -35,13 +35,11 @@ _SAME_BITS = {
 _probing: list[bool] = []  # whether an operation of the engine runs, for each level of the probe
 
 
-def why_not_exact(model: ModelConfig, ranks: int) -> str:
-    """Return why a trainer cannot follow `ranks` ranks of an engine; empty if it can."""
+def why_not_exact(model: ModelConfig) -> str:
+    """Return why a trainer cannot follow an engine of the model; empty if it can."""
     kind = model.hf_config.model_type
     if kind not in FAMILIES:
         return f"is for {', '.join(FAMILIES)}, and this is {kind}"
-    if model.has_experts and ranks > 1:
-        return f"excludes {ranks} engine ranks for a mixture of experts"
     return ""
 
 
@@ -52,7 +50,7 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
         ValueError: The model's family or any of its operations is not supported.
     """
     description = load_model_config(config.model_dir)
-    if why := why_not_exact(description, config.exact_ranks):
+    if why := why_not_exact(description):
         raise _refusal(why)
     if not isinstance(model.get_output_embeddings(), ScoringHead):
         raise _refusal("needs a plain output embedding")
@@ -78,8 +76,9 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     sparse = [mlp for mlp in mixtures.mlps if isinstance(mlp, ExpertsConfig)]
     for mlp, router in zip(sparse, expert_routers(model), strict=True):
         router.forward = partial(_route, mlp, router)  # type: ignore[method-assign]
+    shares = exact.ExpertRanks(config.exact_ranks, config.exact_expert_parallel)
     for experts in expert_layers(model):
-        experts.forward = partial(_mix_experts, experts)  # type: ignore[method-assign]
+        experts.forward = partial(_mix_experts, experts, shares)  # type: ignore[method-assign]
     if found := foreign_operations(model):
         raise _refusal(f"does not know operations of this model: {', '.join(sorted(found))}")
 
@@ -178,9 +177,12 @@ def _route(mlp: ExpertsConfig, router: Any, x: Tensor) -> Routed:
         return logits, weights if mlp.wide_weights else weights.to(x.dtype), ids
 
 
-def _mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _mix_experts(
+    experts: Any, ranks: exact.ExpertRanks, x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    stacks = experts.gate_up_proj, experts.down_proj
     with _own():
-        return exact.mix_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj)
+        return exact.mix_experts(x, ids, weights, *stacks, ranks=ranks)
 
 
 class _Activation(nn.Module):

@@ -37,15 +37,16 @@ def unequal_in_rounds(
 ) -> list[float]:
     """Return the counts of unequal tokens in two rounds of sync, sampling and an update.
 
-    All ranks share the trainer and each of the engines, which differ in how they batch.
+    All ranks, `config.exact_ranks` of them, share the trainer and each of the engines, which differ
+    in how they batch.
     """
     if config.device != "cpu":
         config = dataclasses.replace(config, device=f"cuda:{rank}")
-    trainer = Trainer(dataclasses.replace(config, exact_ranks=dist.get_world_size()))
+    trainer = Trainer(config)
     settings: dict[str, Any] = {
         "dtype": getattr(torch, config.param_dtype or "float32"), "exact": True,
-        "tensor_parallel_size": dist.get_world_size(), "group": dist.group.WORLD,
-        "load_weights": False,
+        "tensor_parallel_size": config.exact_ranks, "expert_parallel": config.exact_expert_parallel,
+        "group": dist.group.WORLD, "load_weights": False,
     }  # fmt: skip
     made = [
         Engine.from_pretrained(config.model_path, config.device, **settings, **options)
