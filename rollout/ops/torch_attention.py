@@ -102,7 +102,7 @@ def plan_torch(
         mapping: Cache slot of each slot in req_to_token, int64 [slots]; None for the same slots.
     """
     lowest = [max(0, kv_len - (window or kv_len)) for kv_len in shape.kv_lens[: shape.num_decode]]
-    groups = _bucket_members(
+    groups = similar_lengths(
         [kv_len - _split_start(first) for first, kv_len in zip(lowest, shape.kv_lens, strict=False)]
     )
     buckets = tuple(_plan_bucket(shape, group, lowest, req_to_token, mapping) for group in groups)
@@ -139,8 +139,8 @@ def _mapped(slots: Tensor, mapping: Tensor | None) -> Tensor:
     return slots if mapping is None else mapping[slots]
 
 
-def _bucket_members(lengths: Sequence[int]) -> list[list[int]]:
-    """Group decode requests by the number of keys that are read for them.
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Group requests by the number of keys that are read for them; a group's longest is last.
 
     Padding at most doubles the work, and a gather has at most `MAX_BUCKET_TOKENS` tokens.
     """
@@ -196,7 +196,7 @@ def torch_attention(
             last = min(first + block, count)
             at = slice(segment.start + first, segment.start + last)
             hidden = segment.hidden[first:last]
-            out[at] = attend(q[at].float(), keys, values, hidden, scale).to(q.dtype)
+            (out[at],) = attend(q[None, at].float(), keys[None], values[None], hidden, scale)
 
 
 def decode_bucket(rows: Rows, q: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
@@ -210,19 +210,21 @@ def decode_bucket(rows: Rows, q: Tensor, bucket: DecodeBucket, scale: float) -> 
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """Compute attention of n queries of a sequence, fp32 [n, Hq, D] to [n, Hq, Dv].
+    """Compute attention of n queries of b sequences, fp32 [b, n, Hq, D] to [b, n, Hq, Dv].
 
-    Keys [L, Hkv, D] and values [L, Hkv, Dv] begin at the start of a split; `hidden` is bool [n, L].
-    All but `hidden` may require a gradient.
+    Keys [b, L, Hkv, D] and values [b, L, Hkv, Dv] begin at the start of a split; `hidden` is bool
+    [n, L]. All but `hidden` may require a gradient. The bits of a sequence do not depend on the
+    others, nor those of a query on the keys that it does not see.
     """
-    count, heads, dim = q.shape
-    length, kv_heads, _ = values.shape
+    batch, count, heads, dim = q.shape
+    length, kv_heads, _ = values.shape[1:]
     group = heads // kv_heads
-    packed = q.view(count, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
-    keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (keys, values))
+    packed = q.view(batch, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    keys, values = (part.transpose(1, 2) for part in (keys, values))
     hidden = hidden.expand(group, count, length).reshape(1, 1, -1, length)
-    out = _attend(packed, keys, values, hidden, scale).view(kv_heads, group, count, -1)
-    return out.permute(2, 0, 1, 3).reshape(count, heads, -1)
+    out = _attend(packed.flatten(2, 3), keys, values, hidden, scale)
+    out = out.view(batch, kv_heads, group, count, -1)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:

@@ -27,7 +27,13 @@ from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import silu as engine_silu
-from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys
+from rollout.ops.torch_attention import (
+    BatchShape,
+    StoredKV,
+    attend,
+    hidden_keys,
+    similar_lengths,
+)
 from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
 from rollout.weights import held
 from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
@@ -200,12 +206,21 @@ def attention(
     """
     if q.is_cuda:
         return _Attention.apply(q, k, v, sequences, scale, window)
-    parts = (rows.float().split(sequences.lengths) for rows in (q, k, v))
-    out = []
-    for queries, keys, values in zip(*parts, strict=True):
-        hidden = hidden_keys(len(queries), len(queries), window, q.device)
-        out.append(attend(queries, keys, values, hidden, scale))
-    return torch.cat(out).to(q.dtype)
+    out = torch.empty_like(q)
+    if q.is_meta:
+        return out
+    for members in similar_lengths(sequences.lengths):
+        longest = sequences.lengths[members[-1]]
+        at = sequences.table[members, :longest]
+        inside = at < sequences.bounds[1:][members].unsqueeze(1)
+        hidden = hidden_keys(longest, longest, window, q.device)
+        read = at.clamp(
+            max=len(q) - 1
+        )  # past its end, a sequence reads tokens that it does not see
+        queries, keys, values = (part[read].float() for part in (q, k, v))
+        rows = attend(queries, keys, values, hidden, scale)
+        out = out.index_put((at[inside],), rows[inside].to(q.dtype))
+    return out
 
 
 class _ChainProduct(torch.autograd.Function):
