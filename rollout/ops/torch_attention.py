@@ -232,22 +232,20 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: floa
 
     `hidden` is bool [b, 1, m or 1, L].
     """
-    rows, spare = q.shape[2], -keys.shape[2] % SPLIT
+    (rows, length), spare = (q.shape[2], keys.shape[2]), -keys.shape[2] % SPLIT
+    width = min(length, SPLIT)  # a single split may have fewer keys, and softmax only needs these
     q = F.pad(q, (0, 0, 0, -rows % ROWS)).unsqueeze(2)
     keys, values = (
         F.pad(part, (0, 0, 0, spare)).unflatten(2, (-1, SPLIT)) for part in (keys, values)
     )
-    hidden = F.pad(hidden, (0, spare), value=True)
-    if hidden.shape[2] > 1:
-        hidden = F.pad(hidden, (0, 0, 0, -rows % ROWS))  # which see keys, so no sum is 0
-    hidden = hidden.unflatten(3, (-1, SPLIT)).transpose(2, 3)
-    scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
+    hidden = F.pad(hidden, (0, spare), value=True).unflatten(3, (-1, SPLIT)).transpose(2, 3)
+    scores = (q @ keys.transpose(-1, -2))[..., :rows, :width] * scale
+    scores = scores.masked_fill(hidden[..., :width], float("-inf"))
     peaks = scores.detach().amax(-1, keepdim=True)
     weights = (scores - _origin(peaks)).exp()
-    splits = zip(
-        peaks.unbind(2), weights.sum(-1, keepdim=True).unbind(2), (weights @ values).unbind(2),
-        strict=True,
-    )  # fmt: skip
+    weights = F.pad(weights, (0, SPLIT - width, 0, -rows % ROWS))
+    sums = weights.sum(-1, keepdim=True), weights @ values
+    splits = zip(peaks.unbind(2), *(part[..., :rows, :].unbind(2) for part in sums), strict=True)
     peak, total, acc = next(splits)
     for next_peak, next_total, next_acc in splits:
         top = torch.maximum(peak, next_peak)
@@ -255,7 +253,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: floa
         total = total * shrink + next_total * share
         acc = acc * shrink + next_acc * share
         peak = top
-    return (acc / total)[:, :, :rows]
+    return acc / total
 
 
 def _origin(peak: Tensor) -> Tensor:
