@@ -125,7 +125,9 @@ def check_updates(pair: Pair) -> None:
         before, _ = pair.server.call("state")
         pair.sync(given)
         assert pair.server.call("state") == (before, version)  # a sleeping cache is empty
-        assert pair.rollout.receipt.version == version
+        receipt = pair.rollout.receipt
+        assert receipt.version == version
+        assert [*pair.rollout.stages] == ["call", "wait", *receipt.stages, "reply"]
         written = pair.server.call("weights")
         gathered = [*pair.engine.get_per_tensor_param()[0]]
         for name, tensor in pair.server.call("load", gathered).items():
@@ -149,6 +151,7 @@ def check_failures(pair: Pair) -> None:
         patch.setattr("trainer_bridge.sync.weight_sync.Writer.start", fail)
         pair.sync(2)
     assert_refuses(pair, r"\(None, 'paused: kv_cache .*weights undefined: OSError: no luck")
+    vars(pair.rollout)["_server"].close()  # a lost connection is opened again
     pair.sync(2)
     with pytest.raises(RuntimeError, match="'InPlaceServer' object has no attribute"):
         pair.server.call("generate")  # verl's own method, without its __init__

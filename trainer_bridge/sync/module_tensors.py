@@ -30,15 +30,19 @@ class ModuleTensors:
 
     def __call__(self) -> dict[str, Tensor]:
         """Return the current parameters and stored buffers by checkpoint name, tied ones once."""
-        keys = [*chain.from_iterable(self._tables)]
-        values = chain.from_iterable(map(dict.values, self._tables))
-        if keys != self._keys or not all(
-            value is known() for value, known in zip(values, self._known, strict=True)
-        ):
-            self._tables = []
-        if not self._tables:
+        if not self._tables or self._changed():
             self._walk()
         return {name: table[key] for name, table, key in self._places}
+
+    def _changed(self) -> bool:
+        """Return whether an entry of a table differs; a dead reference is not an entry of None."""
+        if [*chain.from_iterable(self._tables)] != self._keys:
+            return True
+        values = chain.from_iterable(map(dict.values, self._tables))
+        return not all(
+            known is _nothing if value is None else value is known()
+            for value, known in zip(values, self._known, strict=True)
+        )
 
     def _walk(self) -> None:
         modules: list[Any] = [*self._module.modules()]
@@ -46,7 +50,8 @@ class ModuleTensors:
         self._keys = [*chain.from_iterable(self._tables)]
         values = [*chain.from_iterable(map(dict.values, self._tables))]
         self._known = [_nothing if value is None else weakref.ref(value) for value in values]
-        where = {id(value): (table, key) for table in self._tables for key, value in table.items()}
+        tables = chain.from_iterable([table] * len(table) for table in self._tables)
+        where = dict(zip(map(id, values), zip(tables, self._keys, strict=True), strict=True))
         tensors = named_tensors(self._module)
         self._places = [(name, *where[id(tensor)]) for name, tensor in tensors.items()]
 
