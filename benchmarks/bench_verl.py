@@ -2,12 +2,13 @@
 
 Each side runs `verl.trainer.main_ppo` in a process of its own, with FSDP2, a model with random
 weights and made-up problems, without network. vLLM is on memsaver's tags; "memsaver-engine" is the
-native engine instead. Printed are the seconds of each sync and the rise of the GPU's used bytes
-during it. The first sync connects both sides. Needs verl 0.9.1 with TransferQueue, and, except for
+native engine instead. Printed are the seconds of each sync, the rise of the GPU's used bytes during
+the first syncs, and the milliseconds of each stage of a later sync. The first sync connects both
+sides. Needs verl 0.9.1 with TransferQueue, and, except for
 the native engine, vllm 0.24 with what its server imports; no TRL after 0.27 may be installed,
 because verl's engine would fail to patch it.
 
-    python -m benchmarks.bench_verl --steps 3 --out runs/verl
+    python -m benchmarks.bench_verl --steps 6 --out runs/verl
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +63,17 @@ def main() -> None:
     for side in args.cases:
         rows = syncs(args.out / f"{side}.jsonl")
         seconds = " ".join(f"{row['seconds']:.3f}" for row in rows)
-        rises = " ".join(f"{row['rise'] / GIB:.2f}" for row in rows)
+        rises = " ".join(f"{row['rise'] / GIB:.2f}" for row in rows if "rise" in row)
         print(f"| {side} | {seconds} | {rises} |")
+    for side in args.cases:
+        print_stages(side, syncs(args.out / f"{side}.jsonl")[verl_side.WATCHED :])
     if failed:
         raise SystemExit(f"failed, see {args.out}/SIDE.log: {', '.join(failed)}")
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__, SIDES)
-    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--steps", type=int, default=6)
     options.add_argument("--shape", default="qwen2.5-0.5b")
     options.set_defaults(out=Path("runs/verl"))
     return options.parse_args()
@@ -164,6 +169,15 @@ def run(side: str, args: argparse.Namespace) -> bool:
     with (args.out / f"{side}.log").open("w") as log:
         done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, **variables})
     return done.returncode == 0 and len(syncs(rows)) > args.steps
+
+
+def print_stages(side: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the median milliseconds of each stage of the syncs that have stages."""
+    if staged := [row["stages"] for row in rows if "stages" in row]:
+        medians = (
+            f"{stage} {statistics.median(row[stage] for row in staged):.2f}" for stage in staged[0]
+        )
+        print(f"{side}, ms: {', '.join(medians)}")
 
 
 def plugins(folder: Path) -> str:

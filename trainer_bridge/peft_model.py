@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rollout.model import stored_buffers
-from trainer_bridge.sync.weight_sync import WRAPPED
+from trainer_bridge.sync.module_tensors import WRAPPED
 from trainer_bridge.sync.writer import LowRank
 from trainer_bridge.training.lora import Adapter, shard_factors
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from memsaver.memory import empty_torch_cache
 from rollout.hosted import HostedRollout, VllmEngine
 from trainer_bridge.peft_model import PeftAdapters
-from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync, named_tensors
+from trainer_bridge.sync.module_tensors import named_tensors
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync
 
 
 class InPlaceSync:

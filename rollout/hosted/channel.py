@@ -44,6 +44,15 @@ def answer_call(channel: Connection, side: ActorBase) -> None:
     channel.send_bytes(pickle.dumps(answer))
 
 
+def serve(channel: Connection, side: ActorBase) -> None:
+    """Answer calls, one after the other, until the other end is gone."""
+    while True:
+        try:
+            answer_call(channel, side)
+        except (EOFError, ConnectionError):
+            return
+
+
 def listen(name: str) -> socket.socket:
     """Open a socket that other processes of this machine can reach by `name`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -119,17 +119,23 @@ def check_misfits(pair: Pair) -> None:
 
 def check_updates(pair: Pair) -> None:
     """Compare three syncs, between sleeps of vLLM, with verl's own."""
-    for number, (given, version) in enumerate([(None, 0), (1, 1), (1, 1)], start=1):
+    for given, version in (None, 0), (1, 1), (1, 1):
         pair.change()
         pair.server.call("wake_up", WEIGHTS)
+        before, _ = pair.server.call("state")
         pair.sync(given)
-        assert pair.server.call("state") == (number, version)
-        assert pair.rollout.receipt.version == version
+        assert pair.server.call("state") == (before, version)  # a sleeping cache is empty
+        receipt = pair.rollout.receipt
+        assert receipt.version == version
+        assert [*pair.rollout.stages] == ["call", "wait", *receipt.stages, "reply"]
         written = pair.server.call("weights")
         gathered = [*pair.engine.get_per_tensor_param()[0]]
         for name, tensor in pair.server.call("load", gathered).items():
             assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
         pair.server.call("wake_up", KV_CACHE)
+        before, _ = pair.server.call("state")
+        pair.sync(version)
+        assert pair.server.call("state") == (before + 1, version)
         pair.server.call("sleep")
 
 
@@ -145,6 +151,7 @@ def check_failures(pair: Pair) -> None:
         patch.setattr("trainer_bridge.sync.weight_sync.Writer.start", fail)
         pair.sync(2)
     assert_refuses(pair, r"\(None, 'paused: kv_cache .*weights undefined: OSError: no luck")
+    vars(pair.rollout)["_server"].close()  # a lost connection is opened again
     pair.sync(2)
     with pytest.raises(RuntimeError, match="'InPlaceServer' object has no attribute"):
         pair.server.call("generate")  # verl's own method, without its __init__

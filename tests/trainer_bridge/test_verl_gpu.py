@@ -40,4 +40,5 @@ def test_grpo_of_verl_syncs_in_place(side: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:] + log[-4000:]
     rows = [json.loads(row) for row in (tmp_path / f"{side}.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and len({row["nbytes"] for row in rows}) == 1
-    assert rows[-1]["rise"] < rows[-1]["nbytes"] / 20
+    assert rows[1]["rise"] < rows[1]["nbytes"] / 20
+    assert sum(rows[-1]["stages"].values()) == pytest.approx(rows[-1]["seconds"] * 1e3)

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 import memsaver
 from memsaver.ops.hash import MASK64
 from memsaver.system.devices import place_of
-from rollout.model import stored_buffers
 from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement, group_agreement
+from trainer_bridge.sync.module_tensors import ModuleTensors
 from trainer_bridge.sync.plan import SyncPlan, make_plan
 from trainer_bridge.sync.relay import Relay, Routes, Wire, obstacles
 from trainer_bridge.sync.shards import SourceShard
@@ -49,7 +49,6 @@ from trainer_bridge.sync.writer import (
 )
 
 T = TypeVar("T")
-WRAPPED = "_checkpoint_wrapped_module."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,8 +440,7 @@ def module_sync(
             neither a parameter nor a buffer and would not follow later updates.
         SyncError: Another rank failed; the text names it.
     """
-    module = params
-    shards = Shards(lambda: named_tensors(module) if isinstance(module, nn.Module) else module)
+    shards = Shards(ModuleTensors(params) if isinstance(params, nn.Module) else lambda: params)
     sync = WeightSync(
         shards.described(),
         shards.tensors,
@@ -458,12 +456,6 @@ def module_sync(
                 "parameters themselves, renamed if needed"
             )
     return sync
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and stored buffers, without the names of checkpoint wrappers."""
-    named = dict(module.named_parameters()) | stored_buffers(module)
-    return {name.replace(WRAPPED, ""): tensor for name, tensor in named.items()}
 
 
 def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:

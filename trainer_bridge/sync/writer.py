@@ -57,7 +57,7 @@ class Shards:
                     f"{name} is {now or 'whole'}, and was {before or 'whole'} when the sync was "
                     "connected; connect again (nothing was written)"
                 )
-        return {name: _stored(param).detach() for name, param in params.items()}
+        return {name: _stored(param) for name, param in params.items()}
 
 
 def _sharding(param: Tensor) -> object:
@@ -67,7 +67,8 @@ def _sharding(param: Tensor) -> object:
 
 def _stored(param: Tensor) -> Tensor:
     """Return the local shard without `to_local`, which takes a hundred times as long."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    stored = param._local_tensor if isinstance(param, DTensor) else param
+    return stored.detach() if stored.requires_grad else stored
 
 
 def copy_rows(copy: Copy, source: Tensor) -> Rows:

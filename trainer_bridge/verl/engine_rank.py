@@ -238,9 +238,4 @@ class EngineRanks:
 
 def run_rank(calls: Connection, settings: RankSettings, rank: int) -> None:
     """Answer the server's calls, as one rank, until the server's process ends."""
-    side = EngineRank(settings, rank)
-    while True:
-        try:
-            channel.answer_call(calls, side)
-        except (EOFError, ConnectionError):
-            return
+    channel.serve(calls, EngineRank(settings, rank))

@@ -176,6 +176,7 @@ class EngineServer(UpdatedServer):
             await self._requests.call("sleep", 2)
 
     async def serve_update(self) -> Sequence[Outcome]:
+        # The engine forgets its prefixes when an update begins.
         return await self._requests.call("serve_update")
 
     async def clear_kv_cache(self) -> None:

@@ -8,11 +8,16 @@ UPDATE = "memsaver_update"  # method of vLLM's workers
 
 
 def socket_name(pair: str) -> str:
-    """Return the name of the socket of a trainer rank and the engine's process on its GPU.
+    """Return the name of the socket of a trainer rank and a process that connects to it.
 
     `pair` is unique among jobs, replicas and ranks of a machine.
     """
     return f"verl-{pair}"
+
+
+def server_pair(pair: str) -> str:
+    """Return the name of the pair of the trainer rank in `pair` and its replica's server."""
+    return f"{pair}-server"
 
 
 def engine_pair(job: str, replica: int, rank: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +17,12 @@ class TrainerWeights:
     Iterating over them gathers one parameter after the other, as verl's own engine does.
     """
 
-    def __init__(self, engine: Any, gathered: Any) -> None:
+    def __init__(self, engine: Any, gather: Callable[[], Any]) -> None:
         self._engine = engine
-        self._gathered = gathered
+        self._gather = gather
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._gathered)
+        return iter(self._gather())
 
     def module(self) -> nn.Module:
         """Return the module with this rank's shards, after loading offloaded ones to the device.
@@ -46,5 +47,9 @@ class UngatheredEngine(FSDPEngineWithLMHead):
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[TrainerWeights, Any]:
         """Return the weights, and the configuration of adapters as verl's own engine does."""
-        gathered, adapters = super().get_per_tensor_param(*args, **kwargs)
-        return TrainerWeights(self, gathered), adapters
+        export = partial(super().get_per_tensor_param, *args, **kwargs)
+        if not hasattr(self.module, "peft_config"):
+            # The export begins with the module's state dict, which takes milliseconds.
+            return TrainerWeights(self, lambda: export()[0]), None
+        gathered, adapters = export()
+        return TrainerWeights(self, lambda: gathered), adapters

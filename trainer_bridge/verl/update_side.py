@@ -15,11 +15,7 @@ class UpdateSide(ActorBase):
     def serve(self, name: str) -> None:
         """Connect to the trainer's socket, and answer calls until the trainer closes it."""
         with channel.connect(name) as calls:
-            while True:
-                try:
-                    channel.answer_call(calls, self)
-                except (EOFError, ConnectionError):
-                    return
+            channel.serve(calls, self)
 
     def outcome(self) -> tuple[int | None, str | None]:
         """Return the version of the weights; None and the reason while they are undefined."""

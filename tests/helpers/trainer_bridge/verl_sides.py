@@ -6,8 +6,7 @@ import asyncio
 import operator
 import os
 import signal
-from collections.abc import Awaitable
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pydoc import locate
@@ -50,6 +49,32 @@ class StandInWorker:
         return self.fused.model
 
 
+class StandInEngine:
+    """Stand-in for vLLM's `AsyncLLM` with one worker; it counts resets of the prefix cache."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self._saver = worker, worker.fused.saver
+        self.resets = 0
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        return [await asyncio.to_thread(getattr(self._worker, method))]
+
+    async def reset_prefix_cache(self, reset_connector: bool) -> None:
+        self.resets += 1
+
+    async def reset_mm_cache(self) -> None:
+        return
+
+    reset_encoder_cache = reset_mm_cache
+
+    async def sleep(self, level: int) -> None:
+        assert level == 2
+        self._saver.pause(*self._saver.tags, content="discard")
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        self._saver.resume(*tags)
+
+
 class EngineSide:
     """A server of the rollout, from verl's wheel, and one worker of its engine.
 
@@ -62,7 +87,7 @@ class EngineSide:
         os.environ.update(
             VERL_REPLICA_RANK=str(replica), VERL_RAY_JOB_ID=f"job-{Path(folder).name}"
         )
-        from verl.workers.rollout.replica import RolloutReplicaRegistry
+        from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
         from vllm import device_allocator
         from vllm.distributed import parallel_state
 
@@ -84,27 +109,27 @@ class EngineSide:
             group = parallel_state.get_tp_group().cpu_group
         StandInWorker.__init__(self.worker, path, rank % size, group)
         device_allocator.instance = SimpleNamespace(saver=self.worker.fused.saver)
-        self.resets = 0
-        self.server.node_rank, self.server.engine = 0, self
+        self.engine = StandInEngine(self.worker)
+        vars(self.server).update(
+            node_rank=0,
+            engine=self.engine,
+            config=rollout_config(),
+            model_config=SimpleNamespace(lora_rank=0, lora={}, mtp=None),
+            rollout_mode=RolloutMode.HYBRID,
+            global_steps=None,
+        )
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, daemon=True).start()
         self.sleep()
 
-    async def collective_rpc(self, method: str) -> list[Any]:
-        return [await asyncio.to_thread(getattr(self.worker, method))]
-
-    async def reset_prefix_cache(self, reset_connector: bool) -> None:
-        self.resets += 1
-
-    async def reset_mm_cache(self) -> None:
-        return
-
-    reset_encoder_cache = reset_mm_cache
+    def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     def sleep(self) -> None:
-        saver = self.worker.fused.saver
-        saver.pause(*saver.tags, content="discard")
+        self._run(self.server.sleep())
 
     def wake_up(self, tag: str) -> None:
-        self.worker.fused.saver.resume(tag)
+        self._run(self.server.wake_up([tag]))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.worker.fused.model.tensors()  # type: ignore[no-any-return]
@@ -120,15 +145,15 @@ class EngineSide:
 
         setattr(WorkerSide, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
-    def state(self) -> tuple[int, int]:
+    def state(self) -> tuple[int, int | None]:
         """Return how often the prefix cache was reset, and the number of the weights."""
-        return self.resets, self.server.global_steps
+        return self.engine.resets, self.server.global_steps
 
     def generate(self) -> Any:
-        return asyncio.run(self.server.generate([1], {}, "request"))
+        return self._run(self.server.generate([1], {}, "request"))
 
-    def update_in_place(self, version: int) -> None:
-        asyncio.run(self.server.update_in_place(version))
+    def connect_trainer(self, pair: str) -> None:
+        self._run(self.server.connect_trainer(pair))
 
 
 def start_engine(*args: Any) -> tuple[Peer, Connection]:
@@ -168,21 +193,11 @@ class EngineHandle:
         assert self._calls.recv() == "ready"
 
     @property
-    def update_in_place(self) -> Any:
-        return SimpleNamespace(remote=self._update)
+    def connect_trainer(self) -> Any:
+        return SimpleNamespace(remote=self._connect)
 
-    def _update(self, version: int) -> Awaitable[None]:
-        """Begin an update, as a call of an actor does."""
-        future: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self.call("update_in_place", version))
-            except (RuntimeError, EOFError) as error:
-                future.set_exception(error)
-
-        Thread(target=run, daemon=True).start()
-        return asyncio.wrap_future(future, loop=asyncio.get_running_loop())
+    async def _connect(self, pair: str) -> None:
+        await asyncio.to_thread(self.call, "connect_trainer", pair)
 
 
 def rollout_config(**changes: Any) -> Any:
