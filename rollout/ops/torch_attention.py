@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SPLIT = 128  # keys
-ROWS = 16  # products of fewer rows may take another path through the library, and other bits
+ROWS = 16  # fewer rows or columns may take another path through the library, and get other bits
 MAX_BUCKET_TOKENS = 1 << 15  # maximum number of padded tokens gathered together in decode
 _MIN_BUCKET_LEN = 64  # below this length, padding costs less than another bucket
 MAX_SCORES = 1 << 24  # maximum size of a prefill block's score matrix, in elements (64 MiB)
@@ -234,9 +234,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: floa
     """
     (rows, length), spare = (q.shape[2], keys.shape[2]), -keys.shape[2] % SPLIT
     width = min(length, SPLIT)  # a single split may have fewer keys, and softmax only needs these
-    q = F.pad(q, (0, 0, 0, -rows % ROWS)).unsqueeze(2)
+    q = F.pad(q, (0, _narrow(q), 0, -rows % ROWS)).unsqueeze(2)
+    dim = values.shape[-1]
     keys, values = (
-        F.pad(part, (0, 0, 0, spare)).unflatten(2, (-1, SPLIT)) for part in (keys, values)
+        F.pad(part, (0, _narrow(part), 0, spare)).unflatten(2, (-1, SPLIT))
+        for part in (keys, values)
     )
     hidden = F.pad(hidden, (0, spare), value=True).unflatten(3, (-1, SPLIT)).transpose(2, 3)
     scores = (q @ keys.transpose(-1, -2))[..., :rows, :width] * scale
@@ -245,7 +247,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: floa
     weights = (scores - _origin(peaks)).exp()
     weights = F.pad(weights, (0, SPLIT - width, 0, -rows % ROWS))
     sums = weights.sum(-1, keepdim=True), weights @ values
-    splits = zip(peaks.unbind(2), *(part[..., :rows, :].unbind(2) for part in sums), strict=True)
+    splits = zip(peaks.unbind(2), *(part[..., :rows, :dim].unbind(2) for part in sums), strict=True)
     peak, total, acc = next(splits)
     for next_peak, next_total, next_acc in splits:
         top = torch.maximum(peak, next_peak)
@@ -254,6 +256,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: floa
         acc = acc * shrink + next_acc * share
         peak = top
     return acc / total
+
+
+def _narrow(part: Tensor) -> int:
+    """Return how many columns a head lacks to have `ROWS`."""
+    return max(0, ROWS - part.shape[-1])
 
 
 def _origin(peak: Tensor) -> Tensor:

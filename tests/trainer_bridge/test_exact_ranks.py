@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rollout import Completion, Engine
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import silu_mul
+from rollout.ops.torch_attention import attend, hidden_keys
 from tests.helpers.case_selection import some
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
@@ -157,6 +158,26 @@ def test_parts_of_a_product_and_of_the_activation_have_the_bits_of_the_whole(
         assert torch.equal(torch.cat(columns, 1), whole[:5])
         activated = [silu_mul(part.repeat(1, 2)) for part in columns]
         assert torch.equal(torch.cat(activated, 1), silu(whole)[:5] * whole[:5])
+
+
+@pytest.mark.parametrize("width", [4, 5, 10, 17])
+@pytest.mark.parametrize("length", [7, 40, 130])
+def test_attention_of_one_head_and_of_one_query_has_the_bits_of_the_whole(
+    length: int, width: int
+) -> None:
+    """A rank may hold a single head, and decode computes a single query."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, length, heads, width, generator=draw) for heads in (4, 2, 2))
+    hidden = hidden_keys(length, length, None, q.device)
+    whole = attend(q, k, v, hidden, 0.3)
+    for head in range(4):
+        one, key, value = (
+            part[:, :, at : at + 1].contiguous()
+            for part, at in zip((q, k, v), (head, head // 2, head // 2), strict=True)
+        )
+        assert torch.equal(attend(one, key, value, hidden, 0.3), whole[:, :, head : head + 1])
+        last = attend(one[:, -1:], key, value, hidden[-1:], 0.3)
+        assert torch.equal(last, whole[:, -1:, head : head + 1])
 
 
 def test_gradients_of_a_product_of_ranks_are_those_of_one_product() -> None:
