@@ -1,7 +1,7 @@
 """Times of the engine's attention, and of a training step with and without `exact`.
 
-`python -m benchmarks.bench_exact`. Case `attention` times one layer of the 0.5B and 7B shapes,
-decode in a CUDA graph; it runs on any commit, to compare two. Case `step` times one update of
+`python -m benchmarks.bench_exact`. Cases `decode` (in a CUDA graph) and `prefill` time one layer of
+the 0.5B and 7B shapes; they run on any commit, to compare two. Case `step` times one update of
 64 answers with `TrainerConfig.exact` and without, and the pass over the answers that `exact` saves.
 Every number is a median.
 """
@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,25 +58,32 @@ UPDATES = (
 )
 
 
-def attention_rows(scale: Scale) -> Iterator[tuple[str, float]]:
+def decode_rows(scale: Scale) -> Iterator[tuple[str, float]]:
     """Yield each case and its microseconds per layer."""
+    for name, stored, table, heads in _caches(scale):
+        yield f"decode, {name}", _decode(scale, stored, table, heads)
+
+
+def prefill_rows(scale: Scale) -> Iterator[tuple[str, float]]:
+    """Yield each case and its microseconds per layer; a batch has at most `MOST_PREFILL` tokens."""
+    for _, stored, table, heads in _caches(scale):
+        batch, length = table.shape
+        count = min(batch, max(1, MOST_PREFILL // length))
+        if batch == 1 or count > 1:
+            name = f"width {stored.k.shape[-1]}, {count} x {length:,} tokens"
+            yield f"prefill, {name}", _prefill(scale, stored, table[:count], heads)
+
+
+def _caches(scale: Scale) -> Iterator[tuple[str, StoredKV, torch.Tensor, int]]:
+    """Yield the name, keys and values, slots [batch, length] and query heads of each case."""
     lengths, batches = ((20,), (2,)) if scale.tiny else (LENGTHS, BATCHES)
-    for width, (heads, kv_heads) in HEADS.items():
-        for length in lengths:
-            for batch in batches:
-                settle(scale.device)
-                kv = torch.randn(
-                    2, batch * length, kv_heads, width, dtype=torch.bfloat16, device=scale.device
-                )
-                stored = StoredKV(k=kv[0], v=kv[1])
-                numbers = torch.arange(batch * length, dtype=torch.int32, device=scale.device)
-                table = numbers.view(batch, length)
-                name = f"width {width}, {batch} x {length:,} tokens"
-                yield f"decode, {name}", _decode(scale, stored, table, heads)
-                if (fit := max(1, MOST_PREFILL // length)) >= batch or batch > 1:
-                    count = min(batch, fit)
-                    name = f"width {width}, {count} x {length:,} tokens"
-                    yield f"prefill, {name}", _prefill(scale, stored, table[:count], heads)
+    for (width, (heads, kv_heads)), length, batch in product(HEADS.items(), lengths, batches):
+        settle(scale.device)
+        shape = 2, batch * length, kv_heads, width
+        keys, values = torch.randn(shape, dtype=torch.bfloat16, device=scale.device)
+        numbers = torch.arange(batch * length, dtype=torch.int32, device=scale.device)
+        name = f"width {width}, {batch} x {length:,} tokens"
+        yield name, StoredKV(k=keys, v=values), numbers.view(batch, length), heads
 
 
 def _decode(scale: Scale, stored: StoredKV, table: torch.Tensor, heads: int) -> float:
@@ -164,7 +172,7 @@ def _batch(scale: Scale, vocab: int) -> SequenceBatch:
     )
 
 
-CASES = {"attention": (attention_rows, "us"), "step": (step_rows, "ms")}
+CASES = {"decode": (decode_rows, "us"), "prefill": (prefill_rows, "us"), "step": (step_rows, "ms")}
 
 
 def main(arguments: list[str] | None = None) -> None:
