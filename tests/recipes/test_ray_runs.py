@@ -101,8 +101,11 @@ def test_run_on_two_devices_equals_one_device_until_a_rank_dies(
 def test_exact_run_of_a_tensor_parallel_engine_has_the_bits_of_its_trainer_of_two_ranks(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
+    """Train a mixture of experts, half of which each rank of the engine holds."""
     words = [*TWO, "engine.tensor_parallel_size=2", "exact=true", "steps=2", "eval.every=0"]
-    words += ["trainer.learning_rate=0.01", "task.workers=0"]
+    words += ["trainer.learning_rate=0.01", "task.workers=0", "engine.expert_parallel=2"]
+    words += ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
+    words += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
     words.append("task.rewards=[tests.helpers.recipes.reward_functions:kept]")
     with without_pictures():
         assert main(["run", *words, "--run-dir", str(tmp_path)]) == 0
