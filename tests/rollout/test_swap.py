@@ -18,7 +18,7 @@ from tests.helpers.rollout.answers import assert_same, check, random_prompts, ru
 from tests.helpers.rollout.tiers import blocks_of, failing, make, swap_if, tiered
 from tests.helpers.rollout.updates import tiny
 
-LONG = SamplingParams(max_tokens=40, temperature=0)
+LONG = SamplingParams(max_tokens=28, temperature=0)
 CROWD = (20, 25, 30, 16, 23)
 
 
@@ -26,7 +26,7 @@ def crowd() -> list[list[int]]:
     return random_prompts(CROWD, seed=4)
 
 
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=11)
+SAMPLED = SamplingParams(max_tokens=28, temperature=1.3, top_p=0.9, seed=11)
 
 
 @pytest.fixture(scope="module")
