@@ -96,10 +96,10 @@ def test_swapped_pages_that_the_host_drops_are_computed_again(
 def test_failed_step_leaves_no_swapped_pages_or_locks(
     path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiered(path, 96, preemption="swap")
-    for at in (1, 20, 35, 50):
+    engine, params = tiered(path, 96, preemption="swap"), replace(LONG, max_tokens=40)
+    for at in (1, 20, 35, 50):  # samples are swapped at some of these calls
         with failing(engine.runner, method, at, monkeypatch):
-            engine.generate(crowd(), LONG)
+            engine.generate(crowd(), params)
         engine.check_integrity()
         assert blocks_of(engine).swapped_pages() == 0
         assert blocks_of(engine).tiers.protected_size == 0
