@@ -54,7 +54,7 @@ class RayCluster:
         environment.delenv("RAY_ADDRESS", raising=False)
         for name, value in SETTINGS.items():
             environment.setenv(name, value)
-        if not torch.cuda.is_available():  # there, workers start as those of users do
+        if not torch.cuda.is_available():  # with CUDA, workers start as those of users do
             self._open.enter_context(forked_workers(environment))
         context = ray.init(
             address="local",

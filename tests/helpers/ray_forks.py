@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,9 +56,8 @@ def _serve(pipe: Any, path: str) -> None:
     import trainer_bridge.remote.receiver  # noqa: F401
 
     assert "ray" not in sys.modules, "ray keeps settings of the process that imports it"
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(64)
         pipe.send("listening")
@@ -66,8 +66,8 @@ def _serve(pipe: Any, path: str) -> None:
             with connection:
                 data, files, *_ = socket.recv_fds(connection, 1 << 20, len(STANDARD))
                 if not os.fork():
-                    pipe.close()
-                    listener.close()
+                    for inherited in (pipe, listener, connection):
+                        inherited.close()
                     _become(*pickle.loads(data), files)
                 for file in files:
                     os.close(file)
@@ -87,17 +87,20 @@ def _become(words: list[str], environment: dict[str, str], files: list[int]) -> 
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def main(words: list[str]) -> None:
+    """Have a worker forked, or start it afresh as Ray would; `words` are the raylet's arguments."""
     context = next((word for word in words if word.startswith(CONTEXT)), CONTEXT)
     further = [word for word in words if not word.startswith((CONTEXT, "--language="))]
     own = json.loads(context.removeprefix(CONTEXT) or "{}").get("env_vars")
     if own or not further[0].endswith("default_worker.py"):
         os.execv(sys.executable, [sys.executable, os.environ[FRESH], *words])
-    with socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[VARIABLE])
         request = pickle.dumps((further, dict(os.environ)))
         socket.send_fds(connection, [request], STANDARD)
