@@ -13,8 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rollout import SamplingParams
+from tests.helpers.case_selection import some
+from tests.helpers.ray_forks import forked_workers
 
 # A small engine, and prompts with seeded sampling, for answers that can be compared.
 ENGINE = {"kv_tokens": 256, "page_size": 16}
@@ -51,11 +54,13 @@ class RayCluster:
         environment.delenv("RAY_ADDRESS", raising=False)
         for name, value in SETTINGS.items():
             environment.setenv(name, value)
+        if not torch.cuda.is_available():  # with CUDA, workers start as those of users do
+            self._open.enter_context(forked_workers(environment))
         context = ray.init(
             address="local",
             num_cpus=CPUS,
-            # jobs need the dashboard; if Ray cannot start it, everything else works without it
-            include_dashboard=None,
+            # only tests of jobs, which are extended, need it
+            include_dashboard=None if some(whole=[True]) else False,
             dashboard_port=0,
             log_to_driver=False,
             logging_level="ERROR",

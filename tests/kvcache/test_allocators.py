@@ -187,9 +187,9 @@ class SWAMachine(LedgerMachine):
 
 
 TestLedger = pytest.mark.soak(LedgerMachine.TestCase)
-TestLedger.settings = settings(max_examples=rounds(60, 3000), stateful_step_count=30)
+TestLedger.settings = settings(max_examples=rounds(30, 3000), stateful_step_count=30)
 TestSWA = pytest.mark.soak(SWAMachine.TestCase)
-TestSWA.settings = settings(max_examples=rounds(60, 3000), stateful_step_count=30)
+TestSWA.settings = settings(max_examples=rounds(30, 3000), stateful_step_count=30)
 
 
 # ---------------------------------------------------------------- worked examples

@@ -423,5 +423,5 @@ class TestSaverOnGpu(CudaMachine.TestCase):
 
 
 TestSaver.settings = TestSaverOnGpu.settings = settings(
-    max_examples=rounds(60, 400), stateful_step_count=25
+    max_examples=rounds(35, 400), stateful_step_count=25
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import random
@@ -45,7 +47,7 @@ STAGES = ["offload_optim", "wake_weights", "sync_weights", "offload_params", "wa
 STAGES += ["generate_sequences", "sleep", "reload_params", "compute_reward"]
 STAGES += ["reload_optim", "compute_advantages", "update_actor"]
 REPLAY = "grpo.router_replay=true"
-LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
+LEARNT = ["steps=18", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
 EXPERTS = ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
 EXPERTS += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
 EXPERTS += ["model.config.norm_topk_prob=true", "trainer.router_aux_loss_coef=0.001"]
@@ -57,7 +59,7 @@ MISMATCH_MAX, MISMATCH_MEAN = 5e-5, 1e-5
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the packaged recipe with a third of its samples, which still learns its task."""
+    """Run the packaged recipe with an eighth of its samples, which still learns its task."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     start_run("tiny", LEARNT, folder)
     return folder
@@ -65,10 +67,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_learns_the_task_and_held_out_problems(tiny: Path) -> None:
     rewards = [row["reward"] for row in rows(tiny, "train")]
-    assert len(rewards) == 25
+    assert len(rewards) == 18
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
     evaluations = rows(tiny, "eval")
-    assert [row["step"] for row in evaluations] == [0, 10, 20, 25]
+    assert [row["step"] for row in evaluations] == [0, 10, 18]
     assert evaluations[0]["exact_match"] < 0.2 and evaluations[-1]["exact_match"] > 0.5
 
 
@@ -136,12 +138,12 @@ def test_every_step_has_its_stages_and_sides_take_turns(tiny: Path) -> None:
 def test_run_folder_is_complete(tiny: Path) -> None:
     assert load(tiny / "recipe.yaml") == load("tiny", LEARNT)
     assert has_pictures(tiny)
-    assert (tiny / "checkpoints" / "latest").read_text().strip() == "step_25"
+    assert (tiny / "checkpoints" / "latest").read_text().strip() == "step_18"
     evaluations = rows(tiny, "eval")
     best = max(evaluations, key=lambda row: row["exact_match"])  # the first of equal ones
     assert (tiny / "checkpoints" / "best").read_text().strip() == f"step_{best['step']}"
     kept = {path.name for path in (tiny / "checkpoints").glob("step_*")}
-    assert kept == {"step_25", f"step_{best['step']}"}
+    assert kept == {"step_18", f"step_{best['step']}"}
     assert max(entry["args"].get("backup", 0) for entry in trace(tiny)) > 0
 
 
@@ -404,21 +406,35 @@ def ended_by(
     return process.returncode, errors
 
 
+def command(pipe: Connection, words: Sequence[str], errors: Path) -> None:
+    """Run the command as in a terminal, in a process group of its own."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with errors.open("w") as sys.stderr, contextlib.redirect_stdout(io.StringIO()):
+        status = main(words)
+    pipe.send(status)
+
+
 def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path: Path) -> None:
     """Expect exit status 128 + signal, no traceback, and the step's checkpoint on disk.
 
     test_interrupts covers the other signal and bad recipes, test_ray_runs covers Ray jobs.
     """
-    folder = tmp_path / "run"
+    folder, errors = tmp_path / "run", tmp_path / "errors"
+    words = ["run", "tiny", *SMALL, "steps=100000", "task.workers=1", "--run-dir", str(folder)]
+    peer = Peer(command, words, errors)
 
     def stepped() -> bool:
         return (folder / "metrics.jsonl").exists() and len(rows(folder, "train")) >= 2
 
-    ended = ended_by(signal.SIGINT, folder, stepped, ["task.workers=1"])
+    until(lambda: peer.dies_within(0) or stepped())
+    os.killpg(peer.pid, signal.SIGINT)  # as Ctrl-C does in a terminal
+    assert peer.hear() == 128 + signal.SIGINT
+    peer.bury()
     done = rows(folder, "train")[-1]["step"]
     text = f"memsaver: interrupted in step {done}; checkpoint of step {done} saved; continue with: "
     text += f"memsaver run --resume {folder}\n"
-    assert ended == (128 + signal.SIGINT, text)
+    assert errors.read_text() == text
     assert done >= 2 and RunFolder(folder).done == done and trace(folder) and has_pictures(folder)
 
 

@@ -27,7 +27,7 @@ def make_set(name: str, size: int, weight: float = 1.0) -> Task:
     return Task(name=name, train=problems, held_out=(), score=lambda *_: score, weight=weight)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(WEIGHTS, st.integers(0, 10**7))
 def test_share_of_each_set_is_within_one_prompt_at_every_moment(
     weights: list[float], begin: int
@@ -47,7 +47,7 @@ def test_share_of_each_set_is_within_one_prompt_at_every_moment(
             assert abs(count - number * exact[other] / total) < 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), WEIGHTS, st.integers(1, 40), st.integers(0, 3), st.integers(1, 10**6))
 def test_steps_hold_distinct_problems_and_passes_hold_each_problem_once(
     data: st.DataObject, weights: list[float], count: int, seed: int, first: int
@@ -94,7 +94,7 @@ def test_prompts_are_those_of_earlier_versions() -> None:
     assert pick_problems(MIXED, 8, 3, 0) != pick_problems(MIXED, 8, 4, 0)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.integers(0, 3), st.integers(0, 500), st.lists(st.integers(1, 8), max_size=12))
 def test_prompts_do_not_depend_on_how_many_are_drawn_together(
     seed: int, drawn: int, counts: list[int]

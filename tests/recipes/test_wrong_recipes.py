@@ -468,7 +468,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from([*FIELDS]), JUNK), min_size=1, max_size=3))
 def test_random_overrides_give_a_recipe_or_error_lines(pairs: list[tuple[str, str]]) -> None:
     overrides = [f"{key}={value}" for key, value in pairs]

@@ -18,7 +18,7 @@ from tests.helpers.rollout.answers import assert_same, check, random_prompts, ru
 from tests.helpers.rollout.tiers import blocks_of, failing, make, swap_if, tiered
 from tests.helpers.rollout.updates import tiny
 
-LONG = SamplingParams(max_tokens=40, temperature=0)
+LONG = SamplingParams(max_tokens=28, temperature=0)
 CROWD = (20, 25, 30, 16, 23)
 
 
@@ -26,7 +26,7 @@ def crowd() -> list[list[int]]:
     return random_prompts(CROWD, seed=4)
 
 
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=11)
+SAMPLED = SamplingParams(max_tokens=28, temperature=1.3, top_p=0.9, seed=11)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,10 @@ def test_swapped_pages_that_the_host_drops_are_computed_again(
 def test_failed_step_leaves_no_swapped_pages_or_locks(
     path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tiered(path, 96, preemption="swap")
-    for at in (1, 20, 35, 50):
+    engine, params = tiered(path, 96, preemption="swap"), replace(LONG, max_tokens=40)
+    for at in (1, 20, 35, 50):  # samples are swapped at some of these calls
         with failing(engine.runner, method, at, monkeypatch):
-            engine.generate(crowd(), LONG)
+            engine.generate(crowd(), params)
         engine.check_integrity()
         assert blocks_of(engine).swapped_pages() == 0
         assert blocks_of(engine).tiers.protected_size == 0

@@ -68,8 +68,8 @@ MODELS: list[Model] = some(
     ],
 )
 CONFIG: dict[str, Any] = {"kv_tokens": 384, "max_prefill_tokens": 48, "max_running": 8}
-GREEDY = SamplingParams(max_tokens=10, temperature=0)
-SAMPLED = SamplingParams(max_tokens=8, temperature=1.3, top_p=0.95, n=2, seed=5)
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+SAMPLED = SamplingParams(max_tokens=5, temperature=1.3, top_p=0.95, n=2, seed=5)
 
 
 PROMPTS = random_prompts((60, 1, 17, 50))  # no prompt is complete after the first step

@@ -253,7 +253,7 @@ class UpdateMachine(RuleBasedStateMachine):
         self.engine.saver.check_integrity()
 
 
-UpdateMachine.TestCase.settings = settings(max_examples=rounds(16, 300), stateful_step_count=25)
+UpdateMachine.TestCase.settings = settings(max_examples=rounds(10, 300), stateful_step_count=25)
 
 
 class TestUpdates(UpdateMachine.TestCase):  # type: ignore[misc, name-defined]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,19 @@ def test_token_scores_and_gradients_match_fp64(
     assert_matches_fp64(shape[:2], dtype, temperature, asked, impl, device)
 
 
-@pytest.mark.parametrize("words", [300, 4999, some(10_240, whole=[50_257, 151_936])[-1]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    some(
+        (300, torch.float32),
+        (4999, torch.bfloat16),
+        (6144, torch.float32),  # whole blocks
+        whole=[
+            (300, torch.bfloat16),
+            (4999, torch.float32),
+            *product((50_257, 151_936), (torch.float32, torch.bfloat16)),
+        ],
+    ),
+)
 def test_log_probs_have_the_bits_of_the_sampler_whatever_the_slices(
     words: int, dtype: torch.dtype, impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ MIXTURE = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_pe
 MIXTURE |= {"moe_intermediate_size": 64, "head_dim": 32}
 TIED = FIELDS | {"model_type": "llama", "tie_word_embeddings": True}
 MODELS = {"dense": FIELDS, "hybrid": HYBRID, "latent": LATENT, "mixture": MIXTURE}
+ALGORITHMS = {"tiny": "grpo", "tiny-ppo": "ppo"}
 BATCH = ("driver=ray", "trainer.micro_batch_size=4")  # Tests share the dry runs with these.
 SCORED = "correction.mode=decoupled"  # with a pass that computes log-probabilities
 MLP_AGAIN = "trainer.activation_checkpointing=mlp"
@@ -224,7 +225,10 @@ def test_parameters_return_during_generation_if_a_gib_stays_free() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    some("tiny-ppo trainer.micro_batch_size=1 ppo.mini_batches=4", whole=["tiny"]),
+    some(
+        "tiny-ppo trainer.micro_batch_size=1 ppo.mini_batches=4 ppo.prompts_per_step=4",
+        whole=["tiny"],
+    ),
 )
 def test_later_dry_runs_of_a_trainer_equal_separate_ones(words: str) -> None:
     """Reuse cached computations over switches that empty the cache at different places."""
@@ -275,7 +279,7 @@ def test_tags_of_every_stage_equal_those_of_a_real_run(
     reference returns in training, to be refreshed. The moments of the run with PPO are in 8 bits.
     """
     words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
-    words += [f"cycle.overlap={overlap}"]
+    words += [f"cycle.overlap={overlap}", f"{ALGORITHMS[name]}.prompts_per_step=8"]
     if name == "tiny-ppo":
         words += ["loss.reference_every=1", "loss.kl_in=loss", "trainer.optimizer=adamw_8bit"]
     folder = start_run(name, words, tmp_path / "run")

@@ -61,7 +61,7 @@ def learn(checkpointed: bool) -> None:
     model = nn.Sequential(nn.Embedding(2048, 512), *[Block(512) for _ in range(3)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
-        hidden = model[0](torch.zeros(4, 512, dtype=torch.int64))
+        hidden = model[0](torch.zeros(1, 512, dtype=torch.int64))
         for block in model[1:]:
             hidden = (
                 torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
@@ -69,7 +69,7 @@ def learn(checkpointed: bool) -> None:
                 else block(hidden)
             )
         logits = hidden @ model[0].weight.T
-        nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(2048).long()).backward()
+        nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(512).long()).backward()
     optimizer.step()
 
 
