@@ -13,11 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from rollout import SamplingParams
 from tests.helpers.case_selection import some
-from tests.helpers.ray_forks import forked_workers
 
 # A small engine, and prompts with seeded sampling, for answers that can be compared.
 ENGINE = {"kv_tokens": 256, "page_size": 16}
@@ -54,8 +52,6 @@ class RayCluster:
         environment.delenv("RAY_ADDRESS", raising=False)
         for name, value in SETTINGS.items():
             environment.setenv(name, value)
-        if not torch.cuda.is_available():  # with CUDA, workers start as those of users do
-            self._open.enter_context(forked_workers(environment))
         context = ray.init(
             address="local",
             num_cpus=CPUS,

@@ -21,20 +21,21 @@ TRAINED = ("params", "optim", "critic", "critic_optim")
 
 @pytest.fixture(scope="module")
 def tiny(make_run: MakeRun) -> Path:
-    """Run the packaged recipe with half of its prompts, and two thirds of its steps."""
-    return make_run("tiny-ppo", "ppo.prompts_per_step=24", "steps=16")
+    """Run the packaged recipe with half of its prompts."""
+    return make_run("tiny-ppo", "ppo.prompts_per_step=24")
 
 
 def test_ppo_raises_the_reward(tiny: Path) -> None:
-    """Compare the mean rewards of the first and the last five steps.
+    """Compare the mean rewards of the first and the last five steps with a bound between them.
 
-    The mean of 960 samples of an untrained model is within 0.03 of its reward of 0.03. Seeds 0 to 4
-    gain 0.09 to 0.73. test_run checks held-out problems, with GRPO.
+    An untrained model has 0.03, and the mean of 960 samples is within 0.03 of that. Seeds 0 to 4
+    end at 0.29 to 0.74, with 0 to 8 of 16 held-out problems right. test_run checks held-out
+    problems, with GRPO.
     """
     rewards = [row["reward"] for row in rows(tiny, "train")]
-    assert len(rewards) == 16
-    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.05
-    assert [row["step"] for row in rows(tiny, "eval")] == [0, 10, 16]
+    assert len(rewards) == 24
+    assert sum(rewards[:5]) / 5 < 0.2 < sum(rewards[-5:]) / 5
+    assert [row["step"] for row in rows(tiny, "eval")] == [0, 10, 20, 24]
 
 
 def test_critic_learns_and_policy_departs_from_reference(tiny: Path) -> None:
