@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
 from tests.helpers.triton_compiler import compile_alone
-from trainer_bridge.ops.exact import ExpertRanks
+from trainer_bridge.ops.exact import ONE_RANK, ExpertRanks
 from trainer_bridge.ops.exact import mix_experts as mix_experts_exactly
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.moe import mix_experts
@@ -158,7 +158,7 @@ def test_mix_experts_and_gradients_match_transformers(
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     stacks = own.gate_up_proj, own.down_proj
     if act.startswith("exact"):
-        ranks = ExpertRanks(4, 2) if act == "exact by ranks" else ExpertRanks()
+        ranks = ExpertRanks(4, 2) if act == "exact by ranks" else ONE_RANK
         out = mix_experts_exactly(inputs[0], ids, inputs[1], *stacks, impl, ranks)
     else:
         out = mix_experts(own, inputs[0], ids, inputs[1])

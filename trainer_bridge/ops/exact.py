@@ -73,9 +73,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Te
     The product is that of tensor-parallel ranks that share the inner dimension: each rounds its
     part, the first adds the bias, and the parts are added in order.
     """
-    rows, biases = x.reshape(-1, x.shape[-1]), (bias, *[None] * (ranks - 1))
-    shares = zip(rows.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
-    return add_parts(starmap(_product, shares)).view(*x.shape[:-1], weight.shape[0])
+    rows = x.reshape(-1, x.shape[-1])
+    if ranks == 1:  # a chunk's gradient is a copy, also of a single chunk
+        out = _product(rows, weight, bias)
+    else:
+        biases = bias, *[None] * (ranks - 1)
+        shares = zip(rows.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
+        out = add_parts(starmap(_product, shares))
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,6 +110,9 @@ class ExpertRanks(NamedTuple):
     parts: int = 1  # EngineConfig.expert_parallel
 
 
+ONE_RANK = ExpertRanks()
+
+
 def mix_experts(
     x: Tensor,
     ids: Tensor,
@@ -112,7 +120,7 @@ def mix_experts(
     gate_up: Tensor,
     down: Tensor,
     impl: Impl = "auto",
-    ranks: ExpertRanks = ExpertRanks(),  # noqa: B008
+    ranks: ExpertRanks = ONE_RANK,
 ) -> Tensor:
     """Compute the weighted sum of a token's experts, [T, H], by the engine's `mix_experts`.
 
@@ -214,9 +222,8 @@ def attention(
         at = sequences.table[members, :longest]
         inside = at < sequences.bounds[1:][members].unsqueeze(1)
         hidden = hidden_keys(longest, longest, window, q.device)
-        read = at.clamp(
-            max=len(q) - 1
-        )  # past its end, a sequence reads tokens that it does not see
+        # Past its end, a sequence reads tokens that it does not see.
+        read = at.clamp(max=len(q) - 1)
         queries, keys, values = (part[read].float() for part in (q, k, v))
         rows = attend(queries, keys, values, hidden, scale)
         out = out.index_put((at[inside],), rows[inside].to(q.dtype))
