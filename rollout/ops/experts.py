@@ -201,8 +201,8 @@ def weighted_sum(
 ) -> Tensor:
     """Sum products [T, k, H] of a token's experts, times their weights [T, k], to [T, H].
 
-    Products are added in the order of a token's choices. With `summed`, only those of these experts
-    are, by their ids [T, k]; the others may be undefined.
+    `ids` [T, k] are the experts of the products, which are added in the order of a token's choices.
+    With `summed`, only the products of these experts are added, and others may be undefined.
     """
     (tokens, top_k), hidden = ids.shape, products.shape[-1]
     if not use_triton(impl, products.device):

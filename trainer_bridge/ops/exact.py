@@ -130,8 +130,8 @@ def mix_experts(
         return torch.empty_like(x)
     inputs = x.contiguous(), ids, weights, gate_up, down
     if use_triton(impl, x.device) and torch.is_grad_enabled():
-        return _MixExperts.apply(*inputs, impl, ranks)
-    return _mix_by_ranks(*inputs, impl, ranks)
+        return _MixExperts.apply(impl, ranks, *inputs)
+    return _mix_by_ranks(*inputs, impl=impl, ranks=ranks)
 
 
 def _mix_by_ranks(
@@ -140,11 +140,12 @@ def _mix_by_ranks(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    *,
     impl: Impl,
     ranks: ExpertRanks,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Compute `mix_experts`; `kept` [T * k, 2I] receives what the engine's `expert_products` keeps.
+    """Add the sums of all ranks; arguments as of `mix_experts`, `kept` as of `expert_products`.
 
     Products do not depend on which other experts a rank holds, so those of all parts are computed
     at once, by shares of the inner channels.
@@ -309,21 +310,12 @@ class _Route(torch.autograd.Function):
 
 class _MixExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        impl: Impl,
-        ranks: ExpertRanks,
-    ) -> Tensor:
-        kept = x.new_empty((ids.numel(), gate_up.shape[1]))
-        out = _mix_by_ranks(x, ids, weights, gate_up, down, impl, ranks, kept)
-        ctx.save_for_backward(x, ids, weights, gate_up, down, kept)
+    def forward(ctx: Any, impl: Impl, ranks: ExpertRanks, *inputs: Tensor) -> Tensor:
+        _, ids, _, gate_up, _ = inputs
+        kept = gate_up.new_empty((ids.numel(), gate_up.shape[1]))
+        ctx.save_for_backward(*inputs, kept)
         ctx.impl = impl
-        return out
+        return _mix_by_ranks(*inputs, impl=impl, ranks=ranks, kept=kept)
 
     @staticmethod
     @once_differentiable
@@ -341,7 +333,7 @@ class _MixExperts(torch.autograd.Function):
         grad_gate_up = F.grouped_mm(slope.t(), x[token], offs=ends)
         grad_rows = F.grouped_mm(slope, gate_up, offs=ends)
         grad_x = token_sum(grad_rows, pairs.place, None, ctx.impl)
-        return grad_x, None, grad_weights, grad_gate_up, grad_down, None, None
+        return None, None, grad_x, None, grad_weights, grad_gate_up, grad_down
 
 
 class _Attention(torch.autograd.Function):

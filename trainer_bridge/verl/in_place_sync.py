@@ -117,7 +117,7 @@ class WorkerHandle(PeerCalls):
             self.close()
 
     def accept(self) -> None:
-        started, self.waited = time.perf_counter(), 0.0
+        started, self.waited = time.perf_counter(), 0.0  # so a failed wait is not repeated
         super().accept()
         self.waited = time.perf_counter() - started
 
