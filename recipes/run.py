@@ -11,7 +11,7 @@ from typing import Any
 from recipes import corrections
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.load import find_recipe, load
-from recipes.config.recipe import Recipe, switching
+from recipes.config.recipe import Recipe, keeping, switching
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.evaluation import check_best, standing
 from recipes.logs.delivery import Trackers
@@ -275,17 +275,18 @@ def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> S
     for line in decided.lines:
         monitor.view.note(line)
     recipe = switching(setup.recipe, decided.resident, decided.overlap, decided.hand_over)
+    recipe = keeping(recipe, decided.keep_unsharded)
     return dataclasses.replace(setup, recipe=recipe)
 
 
 def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
-    """Decide `cycle.resident`, `cycle.overlap` and `cycle.hand_over`.
+    """Decide `cycle.resident`, `cycle.overlap`, `cycle.hand_over` and `trainer.keep_unsharded`.
 
     On a GPU, a plan decides keys that are auto. For a hosted engine, the plan takes the bytes
     outside of its tags as `monitor` measures them.
     """
     recipe, cycle, auto = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident == "auto"
-    switch = unplanned(cycle)
+    switch = unplanned(recipe)
     overlap = cycle.overlap == "auto" and not recipe.engine.hosted
     hand_over = cycle.hand_over == "auto" and not switch.overlap
     if setup.device == "cpu" and auto:
@@ -295,7 +296,8 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
             why = "no engine shares a device with the trainer (cluster.colocate=false)"
         line = f"stays: {', '.join(stays)}; {why}"
         return switch._replace(resident=stays, lines=[line])
-    if setup.device == "cpu" or not (auto or overlap or hand_over):
+    keep = recipe.trainer.keep_unsharded == "auto" and recipe.regathers
+    if setup.device == "cpu" or not (auto or overlap or hand_over or keep):
         return switch
     import torch
 

@@ -264,6 +264,9 @@ class TrainerConfig:
             one forward and backward. Shorter sequences are packed without padding, up to the same
             number of tokens. Models whose packed sequences would attend to each other get padded
             ones.
+        keep_unsharded: Gather parameters once per batch and keep them, and add gradients of micro
+            batches unsharded, which are reduced with those of the last. Otherwise every layer is
+            gathered and reduced in every micro batch.
         activation_checkpointing: What the backward pass recomputes: whole layers, MLPs or nothing.
         threads: Torch threads on the CPU; None leaves torch's default.
         device: "cpu", "cuda" or "cuda:N".
@@ -306,6 +309,7 @@ class TrainerConfig:
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8
+    keep_unsharded: bool = False
     activation_checkpointing: Checkpointing = "none"
     threads: int | None = None
     device: str = "cpu"

@@ -121,6 +121,7 @@ class Trainer(SaverSide):
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self._runtime = runtime = runtime or Runtime.open(config.device)
+        runtime.keep_unsharded = config.keep_unsharded
         self.device, self.rank = runtime.device, runtime.rank
         self.saver = saver = saver or MemorySaver(device=runtime.device)
         with contextlib.ExitStack() as undo:

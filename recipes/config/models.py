@@ -177,6 +177,8 @@ class TrainerSection:
             tokens of a micro batch; 0: no such loss.
         micro_batch_size: Sequences of the largest length in a forward and backward pass. Of shorter
             sequences, a pass takes more, up to the same number of tokens.
+        keep_unsharded: Whether unsharded parameters and gradients stay between micro batches: less
+            time, more memory; auto: on a GPU where the plan has room, beside a native engine.
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing.
         threads: CPU threads of torch; null: torch's own choice.
@@ -197,6 +199,7 @@ class TrainerSection:
     max_grad_norm: Positive = 1.0
     router_aux_loss_coef: PositiveOrZero = 0.0
     micro_batch_size: Count = 4
+    keep_unsharded: bool | Literal["auto"] = "auto"
     activation_checkpointing: Literal["layers", "mlp", "none"] = "layers"
     threads: Count | None = None
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"

@@ -4,6 +4,7 @@ Checks that need the disk or the machine are in `recipes.setup.preparation`.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import is_dataclass, replace
@@ -106,6 +107,19 @@ class Recipe:
     def updates_per_step(self) -> int:
         """Return the number of the policy's updates in one step."""
         return self.loop.epochs * self.loop.mini_batches
+
+    @property
+    def regathers(self) -> int:
+        """Return how often a step may gather parameters again for a further micro batch.
+
+        It is 0 beside a hosted engine, because that trainer is built before there is a plan.
+        """
+        if self.engine.hosted:
+            return 0
+        answers = self.loop.prompts_per_step * self.loop.samples_per_prompt / self.cluster.size
+        batch = math.ceil(answers / self.loop.mini_batches)
+        repeated = math.ceil(batch / self.trainer.micro_batch_size) - 1
+        return repeated * self.updates_per_step
 
     @property
     def exact_mode(self) -> bool | Literal["warn"]:
@@ -563,3 +577,10 @@ def switching(
     hand_over = hand_over and not overlap and recipe.cluster.colocate
     decided["hand_over"] = "always" if hand_over else "never"
     return replace(recipe, cycle=replace(recipe.cycle, **decided))
+
+
+def keeping(recipe: Recipe, keep: bool) -> Recipe:
+    """Return the recipe with `trainer.keep_unsharded` decided, if it is auto."""
+    if recipe.trainer.keep_unsharded != "auto":
+        return recipe
+    return replace(recipe, trainer=replace(recipe.trainer, keep_unsharded=keep))

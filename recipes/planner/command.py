@@ -22,12 +22,12 @@ from rich.text import Text
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.load import find_recipe, load
-from recipes.config.models import CycleSection
 from recipes.config.recipe import Recipe
 from recipes.errors import DOES_NOT_FIT, RecipeError, shown, writable
 from recipes.logs.run_folder import RunFolder, check_holds_run
-from recipes.planner.memory_plan import MemoryPlan, Switch, placed, plan_switch, remedied
+from recipes.planner.memory_plan import MemoryPlan, Switch, placed, remedied
 from recipes.planner.sizes import GIB
+from recipes.planner.switch_plan import plan_switch
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import (
     check_lora,
@@ -120,10 +120,11 @@ def plan_of(
         return remedied(planned(recipe), recipe, planned)
 
 
-def unplanned(cycle: CycleSection, *lines: str) -> Switch:
-    """Return the switch that the keys of `cycle` name; auto keeps and hands over nothing."""
+def unplanned(recipe: Recipe, *lines: str) -> Switch:
+    """Return the switch that the recipe's keys name; auto keeps and hands over nothing."""
+    cycle, keeps = recipe.cycle, recipe.trainer.keep_unsharded is True
     overlap = [] if cycle.overlap == "auto" else cycle.overlap
-    return Switch(cycle.named, overlap, cycle.hand_over == "always", 0.0, lines)
+    return Switch(cycle.named, overlap, cycle.hand_over == "always", 0.0, keeps, lines)
 
 
 PATIENCE = 300.0  # seconds that a run waits for its plan; the largest plans take about 30
@@ -137,8 +138,7 @@ def plan_apart(run_dir: Path, total: int, recipe: Recipe, patience: float = PATI
     switch name every shortage. If no plan can be made within `patience` seconds, auto decides
     nothing, and a line gives the reason.
     """
-    cycle, decided = recipe.cycle, [f"cycle.alias={recipe.cycle.alias}"]
-    decided.append(f"exact={shown(recipe.exact)}")
+    decided = [f"cycle.alias={recipe.cycle.alias}", f"exact={shown(recipe.exact)}"]
     words = [str(run_dir / "recipe.yaml"), *decided, "--gpu", str(total)]
     try:
         # -P: do not import a package `recipes` from the working directory.
@@ -151,18 +151,18 @@ def plan_apart(run_dir: Path, total: int, recipe: Recipe, patience: float = PATI
             timeout=patience,
         )
     except subprocess.TimeoutExpired:
-        return _without_plan(cycle, f"it took more than {patience:g} s")
+        return _without_plan(recipe, f"it took more than {patience:g} s")
     if done.returncode not in (0, DOES_NOT_FIT):
         lines = done.stderr.strip().splitlines()
-        return _without_plan(cycle, lines[-1] if lines else f"exit status {done.returncode}")
+        return _without_plan(recipe, lines[-1] if lines else f"exit status {done.returncode}")
     plan = json.loads((run_dir / "plan.json").read_text())
     switch = Switch(**plan["switch"])
     return switch._replace(lines=[*switch.lines, *map(unfit, plan["needs"])])
 
 
-def _without_plan(cycle: CycleSection, why: str) -> Switch:
-    stays = ", ".join(cycle.named) or "nothing"
-    return unplanned(cycle, f"stays: {stays}; there is no plan: {why}")
+def _without_plan(recipe: Recipe, why: str) -> Switch:
+    stays = ", ".join(recipe.cycle.named) or "nothing"
+    return unplanned(recipe, f"stays: {stays}; there is no plan: {why}")
 
 
 def unfit(need: str) -> str:

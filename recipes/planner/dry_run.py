@@ -138,9 +138,9 @@ class PlannedTrainer(Trainer):
     _leaving: tuple[str, ...] = ()
     _returning: tuple[str, ...] = ()
 
-    def begin(self, rollout: PlannedRollout) -> None:
+    def begin(self, rollout: PlannedRollout, keep_unsharded: bool) -> None:
         """Return to the state of a new trainer beside the given rollout."""
-        self.rollout = rollout
+        self.rollout, self._runtime.keep_unsharded = rollout, keep_unsharded
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
         self._offloader.reload()
@@ -169,6 +169,7 @@ class PlannedTrainer(Trainer):
     ) -> _Result:
         scores_itself = batch.old_logprobs is None
         key = method.__name__, tuple(map(len, batch.response_ids)), scores_itself, *how.values()
+        key = *key, self._runtime.keep_unsharded
         return self.saver.planned.once(key, partial(method, batch, **how))
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
@@ -247,7 +248,7 @@ def dry_run(
     rollout, saver = PlannedRollout(engine, staged), trainer.saver
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
     rollout.answered, rollout.peer, trainer.room = trainer.end_overlap, saver, room
-    trainer.begin(rollout)
+    trainer.begin(rollout, recipe.trainer.keep_unsharded is True)
     monitor = Monitor(RunFolder(setup.model_dir), View())
     monitor.peaks.watch("trainer", saver.take_usage)
     monitor.peaks.watch("rollout", rollout.take_usage)

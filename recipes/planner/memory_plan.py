@@ -1,27 +1,24 @@
 """Memory plans: the bytes of every stage, whether they fit, and what to change if not.
 
-`planning` plans a recipe whose switch is decided. `plan_switch` decides which tags stay on the
-device over the switch: it takes the cheapest choice that fits.
+`planning` plans a recipe whose switch is decided (`switch_plan.py` decides it).
 """
 
 import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
 from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.load import explain
-from recipes.config.models import SAVED
-from recipes.config.recipe import Recipe, switching
+from recipes.config.recipe import Recipe, keeping
 from recipes.errors import RecipeError, shown
 from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
@@ -41,7 +38,7 @@ from recipes.planner.tracing import NO_ENGINE, PAGE, EngineSizes
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import check_context, pool_fault, request_tokens
 from rollout.tag_names import KV_CACHE, WEIGHTS
-from trainer_bridge.tags import ADAPTERS, CRITIC_OPTIM, MODELS, OPTIM, PARAMS, TRAINED
+from trainer_bridge.tags import CRITIC_OPTIM, OPTIM, PARAMS
 
 GUESSED_PROMPT = 64  # tokens of a prompt without a tokenizer at hand
 PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, libraries, CUDA
@@ -53,20 +50,22 @@ _LARGER_GPUS = "take more or larger GPUs (--gpu)"
 
 
 class Switch(NamedTuple):
-    """A decided switch.
+    """A decided switch, and whether the trainer has memory to keep unsharded parameters.
 
     Attributes:
         resident: Tags that stay on the device.
         overlap: Tags whose moves are overlapped with work.
         hand_over: Whether memory that leaves goes to the other side.
         seconds: Exposed seconds of a step, in which only the switch runs.
-        lines: The decision and its reasons for a reader.
+        keep_unsharded: The decided `trainer.keep_unsharded`.
+        lines: The decisions and their reasons for a reader.
     """
 
     resident: Sequence[str]
     overlap: Sequence[str]
     hand_over: bool
     seconds: float
+    keep_unsharded: bool
     lines: Sequence[str]
 
 
@@ -184,6 +183,8 @@ def planning(
     outside: int | None = None,
 ) -> Iterator[Callable[[Recipe], MemoryPlan]]:
     """Yield a function from the recipe with any decided switch (`switching`) to its plan.
+
+    The recipe may also have any `trainer.keep_unsharded`.
 
     Args:
         recipe: A recipe whose `cycle.alias` is decided.
@@ -399,6 +400,7 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
         ([KV_CACHE], *_less_kv(plan, recipe)),
         (cycle.named, "cycle.resident", []),
         ([] if cycle.overlap == "auto" else cycle.overlap, "cycle.overlap", []),
+        (["torch"] if trainer.keep_unsharded is True else [], "trainer.keep_unsharded", False),
         (["torch"], "trainer.micro_batch_size", min(batch // 2, 1 << fitting.bit_length() - 1)),
         (["torch"], "trainer.activation_checkpointing", "layers"),
         ([OPTIM], "trainer.optimizer_offload", True),
@@ -474,7 +476,7 @@ def _with_switch(recipe: Recipe, switch: Switch | None) -> Recipe:
     """Return the recipe with auto replaced by the decisions of a switch."""
     assert switch is not None
     decided = {"resident": switch.resident, "overlap": switch.overlap}
-    absent = recipe.absent_tags()
+    recipe, absent = keeping(recipe, switch.keep_unsharded), recipe.absent_tags()
     for name, tags in decided.items():
         if getattr(recipe.cycle, name) == "auto":
             present = [tag for tag in tags if tag not in absent]
@@ -485,202 +487,3 @@ def _with_switch(recipe: Recipe, switch: Switch | None) -> Recipe:
 def _fullest(stages: Sequence[StagePlan]) -> StagePlan:
     """Return the fullest stage; among equal stages, the last."""
     return max(reversed(stages), key=lambda stage: stage.device_bytes)
-
-
-_ERROR = 0.03  # share of the GPU by which a plan may be off
-# Seconds, measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again; to cast, copy
-# and compare a GiB of weights; and for the messages of a sync.
-_REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
-# Bytes handed over and the seconds gained over the driver, measured at two shapes
-# (docs/benchmarks.md). The gain of other sizes lies on the line through both.
-_SMALL, _LARGE = (3.42 * GIB, -0.019), (42.56 * GIB, 0.167)
-_GAINED = (_LARGE[1] - _SMALL[1]) / (_LARGE[0] - _SMALL[0])  # 4.75 ms a GiB
-_BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
-
-
-def plan_switch(
-    recipe: Recipe, name: str = "recipe", *, gpu: str | Gpu | None = None, **how: Any
-) -> MemoryPlan:
-    """Plan a recipe and decide `cycle.resident`, `cycle.overlap` and `cycle.hand_over` if auto.
-
-    Args:
-        recipe: A recipe whose `cycle.alias` is decided.
-        name: Name of the recipe.
-        gpu: The GPU, as in `placed`.
-        **how: Options of `planning`.
-    """
-    recipe, card = placed(recipe, gpu)
-    with planning(recipe, name, card, **how) as plan:
-        return _decided(recipe, plan)
-
-
-def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
-    wish, hand_over = recipe.cycle, recipe.cycle.hand_over
-    may = hand_over != "never"
-    offloaded = make_plan(switching(recipe, (), hand_over=may))
-    resident = decide(offloaded, recipe) if wish.resident == "auto" else wish.resident
-    overlap: Sequence[str] = [] if hand_over == "always" else wish.overlap
-    if overlap == "auto":
-        leaving = _leaving(offloaded, resident) if offloaded.grows else []
-        overlap = [tag for tag in leaving if tag in TRAINED]
-    if overlap and (offloaded.fits or wish.overlap == overlap):
-        overlapped = make_plan(switching(recipe, resident, overlap))
-        if wish.overlap == overlap or overlapped.peak.device_bytes <= _most(overlapped):
-            # The engine allocates its whole pool at the start, so the whole pool must fit.
-            kinds = offloaded.shortages.items()
-            whole = {kind: shortage for kind, shortage in kinds if kind == "engine"}
-            return dataclasses.replace(
-                overlapped,
-                switch=describe(offloaded, recipe, resident, overlap),
-                most_kv_tokens=offloaded.most_kv_tokens,
-                shortages=whole | dict(overlapped.shortages),
-            )
-    plan = make_plan(switching(recipe, resident, hand_over=may)) if resident else offloaded
-    switch = describe(offloaded, recipe, resident, handed_over=plan.handed_over)
-    return dataclasses.replace(plan, switch=switch)
-
-
-def decide(plan: MemoryPlan, recipe: Recipe) -> tuple[str, ...]:
-    """Return the resident tags of the cheapest switch that fits, without hand-over and overlap.
-
-    The plan is that of the recipe with `cycle.resident` empty.
-    """
-    tags = list(_sizes(plan))
-    most = _most(plan)
-    choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
-    fitting = [resident for resident in choices if _peak(plan, resident)[1] <= most]
-    # Among choices of the same cost, more resident tags mean fewer calls.
-    return min(
-        fitting, key=lambda resident: (_seconds(plan, recipe, resident), -len(resident)), default=()
-    )
-
-
-def describe(
-    plan: MemoryPlan,
-    recipe: Recipe,
-    resident: Collection[str],
-    overlap: Collection[str] = (),
-    handed_over: int = 0,
-) -> Switch:
-    """Return a switch with its cost and its lines for a reader.
-
-    The plan is that of the recipe with `cycle.resident` empty. `handed_over` is the bytes that can
-    go to the other side instead of the driver.
-    """
-    sizes = _sizes(plan)
-    leaves = _leaving(plan, resident)
-    stays = [tag for tag in sizes if tag not in leaves]
-    overlap = tuple(tag for tag in leaves if tag in overlap)
-    seconds = _seconds(plan, recipe, resident, overlap)
-    lines = [f"stays: {_listed(stays, sizes)}"]
-    if not recipe.cluster.colocate:
-        lines[0] += "; engines stay awake on GPUs of their own"
-    if recipe.cycle.alias == "always":
-        lines[0] += "; weights are the trainer's own pages"
-    lines.append(f"leaves: {_listed(leaves, sizes)}")
-    if leaves:
-        stage, peak = _peak(plan, tuple(sizes))
-        whole = f"if all tags stayed, {stage} would take {peak / GIB:.1f} GiB"
-        lines[-1] += f"; {whole} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
-    if overlap:
-        back = ", ".join(_ahead(recipe, overlap)) or "nothing"
-        lines.append(
-            f"overlapped: {', '.join(overlap)} leave during generation; back during scoring: {back}"
-        )
-    # A hand-over cannot gain more than the driver takes.
-    gain = min(_GAINED * (handed_over - _BREAK_EVEN), _remapping(plan, leaves))
-    hand_over = handed_over > 0 and (gain > 0 or recipe.cycle.hand_over == "always")
-    if handed_over:
-        lines.append(_handing(handed_over, gain, hand_over))
-    seconds -= gain if hand_over else 0
-    if recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
-        lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
-    resident = tuple(tag for tag in sizes if tag in resident)
-    return Switch(resident, overlap, hand_over, seconds, tuple(lines))
-
-
-def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
-    size, change = format_bytes(nbytes), f"{1000 * abs(gain):.0f} ms"
-    if hand_over:
-        less = f"{change} {'less' if gain > 0 else 'more'}"
-        return f"handed over: {size} to the other side, {less} than through the driver"
-    least = f"a hand-over gains above {_BREAK_EVEN / GIB:.1f} GiB"
-    return f"through the driver: handing {size} over would take {change} more; {least}"
-
-
-def _most(plan: MemoryPlan) -> int:
-    return plan.room - int(_ERROR * plan.gpu.total)
-
-
-def _leaving(plan: MemoryPlan, resident: Collection[str]) -> list[str]:
-    return [tag for tag in _sizes(plan) if tag not in resident and not _always(plan, tag)]
-
-
-def _ahead(recipe: Recipe, overlap: Collection[str]) -> list[str]:
-    """Return the overlapped tags that `Cycle` also brings back early."""
-    return [tag for tag in overlap if tag not in MODELS and recipe.algorithm != "ppo"]
-
-
-def _listed(tags: Iterable[str], sizes: dict[str, int]) -> str:
-    named = [f"{tag} {format_bytes(sizes[tag])}" for tag in tags]
-    return ", ".join(named) or "nothing"
-
-
-def _sizes(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of every tag while it has memory."""
-    sizes: dict[str, int] = {}
-    for tag, nbytes in chain.from_iterable(_tags(stage).items() for stage in plan.stages):
-        sizes[tag] = max(nbytes, sizes.get(tag, 0))
-    return {tag: nbytes for tag, nbytes in sizes.items() if nbytes}
-
-
-def _tags(stage: StagePlan) -> dict[str, int]:
-    """Return the bytes by tag, with adapters counted as parameters, because they move together."""
-    tags = dict(stage.tags)
-    tags[PARAMS] = tags.get(PARAMS, 0) + tags.pop(ADAPTERS, 0)
-    return tags
-
-
-def _always(plan: MemoryPlan, tag: str) -> bool:
-    return all(_tags(stage).get(tag) for stage in plan.stages)
-
-
-def _peak(plan: MemoryPlan, resident: Collection[str]) -> tuple[str, int]:
-    """Return the fullest stage and its bytes if the given tags stayed.
-
-    torch's cache is emptied only if some tag leaves.
-    """
-    sizes, cache = _sizes(plan), _torch(plan)
-    whole = not sizes.keys() - set(resident)
-    peaks = []
-    for stage in plan.stages:
-        tags = _tags(stage)
-        more = sum(sizes[tag] - tags.get(tag, 0) for tag in resident)
-        more += cache - sum(stage.torch.values()) if whole else 0
-        peaks.append((stage.stage, stage.device_bytes + more))
-    return max(reversed(peaks), key=lambda peak: peak[1])  # Among equals the last: training.
-
-
-def _torch(plan: MemoryPlan) -> int:
-    """Return the sum of torch's peaks in all processes."""
-    most: Counter[str] = Counter()
-    for stage in plan.stages:
-        most |= Counter(stage.torch)  # keeps the larger value of each process
-    return most.total()
-
-
-def _seconds(
-    plan: MemoryPlan, recipe: Recipe, resident: Collection[str], overlap: Collection[str] = ()
-) -> float:
-    sizes, leaves = _sizes(plan), _leaving(plan, resident)
-    copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
-    copied -= sum(sizes[tag] for tag in [*overlap, *_ahead(recipe, overlap)])
-    written = 0 if recipe.cycle.alias == "always" else sizes.get("weights", 0)
-    mapping = _remapping(plan, leaves)
-    return copied / plan.gpu.link + mapping + written * _SYNCED + _MESSAGES
-
-
-def _remapping(plan: MemoryPlan, leaves: Collection[str]) -> float:
-    """Return the seconds in the driver if all leaving tags and torch's cache go through it."""
-    sizes = _sizes(plan)
-    return _REMAPPED * (sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0))

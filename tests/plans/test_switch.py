@@ -20,9 +20,10 @@ from recipes.config.load import recipe_text
 from recipes.config.models import CycleSection
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.command import plan_apart, plan_of
-from recipes.planner.memory_plan import MemoryPlan, Switch, decide, describe
+from recipes.planner.memory_plan import MemoryPlan, Switch
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
+from recipes.planner.switch_plan import decide, describe
 from recipes.run import decide_switch
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import pool_grows, prepare, rank_kv_layout, with_alias_decided
@@ -38,6 +39,7 @@ FEW = [
     "cycle.resident=auto",
     "cycle.alias=auto",
     "trainer.micro_batch_size=1",
+    "trainer.keep_unsharded=false",
 ]
 FEW += ["model.config.hidden_size=2048", "model.config.vocab_size=150000", "engine.kv_tokens=256"]
 
@@ -276,6 +278,12 @@ def test_run_with_hosted_engine_is_planned_with_its_measurement(
         ("cycle.resident=[optim] cycle.overlap=[]", True),
         ("cycle.resident=[optim] cycle.overlap=[] cycle.hand_over=never", False),
         ("cycle.resident=[optim] cycle.overlap=[params]", False),
+        ("cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=8", True),
+        (
+            "cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=8 "
+            "trainer.keep_unsharded=false",
+            False,
+        ),
         ("cycle.resident=[optim] cycle.hand_over=never", True),
         ("engine.kind=vllm cycle.resident=[optim] cycle.hand_over=never", False),
         ("engine.kind=vllm cycle.resident=[optim]", True),
@@ -298,6 +306,25 @@ def test_run_is_planned_only_if_a_key_of_its_switch_is_auto(
     else:
         assert decided.resident == (recipe.resident_tags() if not words else ["optim"])
         assert not decided.hand_over
+
+
+@pytest.mark.parametrize(
+    ("gib", "words", "keeps"),
+    [
+        (15, [], True),
+        (15, ["grpo.prompts_per_step=1", "grpo.samples_per_prompt=2"], False),
+        (14, [], False),
+    ],
+)
+def test_unsharded_parameters_are_kept_if_they_fit_and_save_more_than_they_cost(
+    gib: int, words: list[str], keeps: bool
+) -> None:
+    """Beside them on 15 GiB, the engine's weights leave; on 14 GiB they never fit."""
+    words = [*FEW[1:], "cycle.alias=never", "trainer.keep_unsharded=auto", *words]
+    switch = plan_of(recipes.load("tiny", words), "any", gpu=str(gib * GIB)).switch
+    assert switch is not None and switch.keep_unsharded == keeps
+    assert keeps == any(line.startswith("kept from micro batch") for line in switch.lines)
+    assert ("weights" in switch.resident) == (gib == 15 and not keeps)
 
 
 def test_leaving_tags_are_overlapped_if_they_fit_with_the_weights() -> None:

@@ -230,7 +230,12 @@ def update(
     learn = partial(policy_gradient, model, config, batch, world, 1.0, TokenValues())
     for rank in range(world):
         runtime: Any = SimpleNamespace(
-            rank=rank, world=world, device=CPU, numbers=Tensor.tolist, sum_ranks=list
+            rank=rank,
+            world=world,
+            device=CPU,
+            numbers=Tensor.tolist,
+            sum_ranks=list,
+            keep_unsharded=False,
         )
         parts.append(add_gradients(model, batch, learn, size, runtime))
     assert model.table.grad is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import OutOfMemory, StateError, TagError
@@ -23,6 +27,7 @@ from tests.helpers.trainer_bridge.models import (
     make_batch,
     reference,
     reference_logprobs,
+    value_batch,
     write_model,
 )
 from tests.helpers.trainer_bridge.reference_step import plain_adamw, plain_bits, plain_step
@@ -33,7 +38,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, PolicyLoss, Schedule, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Schedule, SequenceBatch, Trainer
 from trainer_bridge.training import model as model_module
 
 Make = Callable[..., Trainer]
@@ -93,21 +98,93 @@ def test_small_layers_share_a_unit_and_units_change_no_bit(
     assert_same_bits(learned, other_learned)
 
 
-def test_call_that_failed_inside_a_unit_can_be_repeated(tmp_path: Path, make_trainer: Make) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [("compute_log_prob", "forward"), ("update_actor", "forward"), ("update_actor", "backward")],
+)
+def test_call_that_failed_inside_a_unit_leaves_nothing_behind(
+    method: str, where: str, keep: bool, tmp_path: Path, make_trainer: Make
+) -> None:
+    """Fail in the second micro batch, then change the weights, and compare with a twin."""
+    path = write_model(tmp_path, num_hidden_layers=3)
+    trainer, twin = (make_trainer(path, micro_batch_size=1, keep_unsharded=keep) for _ in range(2))
+    batch, calls = make_batch(6), itertools.count(1)
+
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("short of memory")
 
-    trainer, batch = make_trainer(write_model(tmp_path, num_hidden_layers=3)), make_batch(4)
-    scores, layer = trainer.compute_log_prob(batch), trainer.model.model.layers[1]
-    for call in (trainer.compute_log_prob, trainer.update_actor):
-        failing = layer.mlp.register_forward_pre_hook(fail)
-        with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
-            call(batch)
-        failing.remove()
-        assert trainer.compute_log_prob(batch) == scores
-    trainer.empty_cache()
-    assert trainer.compute_log_prob(batch) == scores
-    assert trainer.update_actor(batch)["grad_norm"] > 0
+    def watch(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if next(calls) == 2:
+            output.register_hook(fail) if where == "backward" else fail()
+
+    watching = trainer.model.model.layers[1].mlp.register_forward_hook(watch)
+    with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
+        getattr(trainer, method)(batch)
+    watching.remove()
+    for shard in (*trainer.shards().values(), *twin.shards().values()):
+        shard.mul_(1.01)
+    assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
+    assert trainer.update_actor(batch) == twin.update_actor(batch)
+    assert_same_bits(bits(trainer), bits(twin))
+
+
+def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        counts[name] += 1
+        return function(*args)
+
+    return counted
+
+
+def of_critic(trainer: Trainer) -> list[Callable[..., Any]]:
+    if trainer.critic is None:
+        return []
+    return [trainer.compute_ref_log_prob, trainer.compute_values, trainer.update_critic]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"param_dtype": "bfloat16", "activation_checkpointing": "layers"},
+        {"param_dtype": "bfloat16", "optimizer_offload": True},
+        {"param_dtype": "float16"},
+        {
+            "param_dtype": "bfloat16",
+            "lora": LoraConfig(rank=8, alpha=8.0, target_modules=("experts",)),
+        },
+        {"reference": True, "critic": CriticConfig()},
+    ],
+    ids=str,
+)
+def test_kept_parameters_are_gathered_and_reduced_once_in_a_batch(
+    changes: dict[str, Any], tmp_path: Path, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expect the bits of a trainer that gathers and reduces in each of four micro batches."""
+    counts = Counter[str]()
+    for owner, name in ((FSDPParamGroup, "_to_unsharded"), (param_groups, "foreach_reduce")):
+        monkeypatch.setattr(owner, name, counting(counts, name, getattr(owner, name)))
+    path = write_model(tmp_path, "qwen3_moe" if "lora" in changes else "qwen3")
+    results: list[list[Any]] = []
+    for keep in (False, True):
+        trainer = make_trainer(path, micro_batch_size=1, keep_unsharded=keep, **changes)
+        trainer.reload()
+        results.append([])
+        for call in (trainer.compute_log_prob, trainer.update_actor, *of_critic(trainer)):
+            counts.clear()
+            results[-1].append(call(value_batch(4) if trainer.critic else make_batch(4)))
+            results[-1].append(Counter(counts))
+        results[-1].append(bits(trainer))
+    for plain, kept in zip(*results, strict=True):
+        if isinstance(kept, Counter):
+            # Scoring never reshards the root of its own accord.
+            assert plain["_to_unsharded"] >= 4 * (kept["_to_unsharded"] - 1) + 1 > 1
+            assert plain["foreach_reduce"] == 4 * kept["foreach_reduce"]
+        elif isinstance(kept, dict) and "loss" not in kept and "value_loss" not in kept:
+            assert_same_bits(plain, kept)
+        else:
+            assert plain == kept
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)

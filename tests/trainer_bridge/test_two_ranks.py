@@ -88,10 +88,14 @@ def learn(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def losses(path: str, micro_batch_size: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    """Return metrics and learned numbers of one update with each loss; cispo's scores itself."""
+    """Return metrics and learned numbers of one update with each loss; cispo's scores itself.
+
+    Micro batches of one sequence share what they gather.
+    """
     results = []
     for loss in LOSSES:
         changes = {**CHANGES, "micro_batch_size": micro_batch_size, "loss": loss}
+        changes["keep_unsharded"] = micro_batch_size == 1
         trainer, batch = Trainer(config(path, **changes)), make_batch(COUNTS[0])
         figures = trainer.update_actor(as_sampled(batch) if loss.kind == "cispo" else batch)
         results.append((figures, bits(trainer, whole=True)))
@@ -198,7 +202,7 @@ def streamed(path: str) -> list[bool]:
 
     Only with two ranks could the sums of gradients be rounded to bf16.
     """
-    settings = config(path, **CHANGES, param_dtype="bfloat16")
+    settings = config(path, **CHANGES, param_dtype="bfloat16", keep_unsharded=True)
     plain, streams = (
         Trainer(dataclasses.replace(settings, optimizer_offload=offload))
         for offload in (False, True)

@@ -34,6 +34,7 @@ class Runtime:
     # Name of the attention over packed sequences, for models that support it (`pack_if_possible`);
     # None pads sequences.
     packed_attention: str | None = PACKED
+    keep_unsharded: bool = False  # as `TrainerConfig.keep_unsharded`
     owns_group: bool = False  # whether `close` ends the default process group
 
     @classmethod

@@ -14,7 +14,7 @@ from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.exact import forward_products
-from trainer_bridge.training.model import forget_failed_forward, reshard
+from trainer_bridge.training.model import keep_unsharded, whole_pass
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
 from trainer_bridge.training.policy_loss import k3, kl_terms, policy_terms, token_factors
@@ -104,10 +104,9 @@ def score_tokens(
     check_tokens(batch, model.config)
     model.eval()
     values = TokenValues()
-    with torch.no_grad():
+    with torch.no_grad(), whole_pass(model):
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
             values.add(micro, score(micro))
-    reshard(model)
     # Read last, so that the host prepares a micro batch while the device scores the one before.
     return values.gather(runtime)
 
@@ -126,8 +125,9 @@ def add_gradients(
     has the sums over all micro batches of all ranks.
     """
     model.train()
-    micros = _micro_batches(model, batch, micro_batch_size, runtime)
-    parts = [torch.stack(backward(micro)) for micro in micros]
+    with whole_pass(model):
+        micros = _micro_batches(model, batch, micro_batch_size, runtime)
+        parts = [torch.stack(backward(micro)) for micro in micros]
     # One transfer and one wait for the sums of all micro batches.
     sums = torch.stack(parts).double().sum(0)
     return runtime.sum_ranks(runtime.numbers(sums))
@@ -190,7 +190,8 @@ def policy_gradient(
 def _micro_batches(
     model: nn.Module, batch: SequenceBatch, size: int, runtime: Runtime
 ) -> Iterator[MicroBatch]:
-    forget_failed_forward(model)
     packed = packs(model)
-    for rows in dispatch(batch, runtime.rank, runtime.world, size, packed=packed):
+    shares = dispatch(batch, runtime.rank, runtime.world, size, packed=packed)
+    for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
+        keep_unsharded(model, runtime.keep_unsharded, last=not left)
         yield lay_out(batch, rows, runtime.device, size, packed=packed)

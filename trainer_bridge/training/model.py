@@ -8,7 +8,8 @@ saved needlessly.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -147,23 +148,48 @@ def check_layout(config: TrainerConfig, layout: Manifest) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all unsharded parameters; after a forward without backward the root keeps its own."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free all unsharded parameters, and gradients that were not reduced."""
+    for group in _groups(model):
+        group.wait_for_unshard()  # a failed pass may have begun to gather
+        group._to_sharded()  # reshard() keeps what a failed forward gathered
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
 
 
-def forget_failed_forward(model: nn.Module) -> None:
-    """Let the next forward gather all units, also one whose last forward raised an error.
+def keep_unsharded(model: nn.Module, keep: bool, *, last: bool) -> None:
+    """Let the next passes keep the parameters that they gather, and add gradients unsharded.
 
-    torch 2.11 gathers a unit of several layers in the forward of its first layer, unless it still
-    counts an earlier forward as incomplete.
+    The `last` backward reduces the gradients and reshards. Without `keep`, every backward does so,
+    and every forward reshards all units but the root.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    for unit in _wrapped(model):
+        unit.set_reshard_after_backward(last or not keep, recurse=False)
+        unit.set_requires_gradient_sync(last or not keep, recurse=False)
+        if unit is not model:
+            unit.set_reshard_after_forward(not keep, recurse=False)
+
+
+@contextmanager
+def whole_pass(model: nn.Module) -> Iterator[None]:
+    """Run forward and backward passes that leave no parameter unsharded, and nothing if they fail.
+
+    FSDP would count a pass that raised an error as still running: the next one would gather no unit
+    that is complete for it (torch 2.11), or not reduce all gradients.
+    """
+    try:
+        yield
+    except BaseException:
+        reshard(model)
+        keep_unsharded(model, False, last=True)
+        for module in _wrapped(model):
             state = module._get_fsdp_state()
+            state._root_post_backward_final_callback()  # no gradient is left to reduce
             state._modules_to_run_forward.clear()
             state._state_ctx.iter_forward_root = None  # else its streams would not be ordered
+        raise
+    reshard(model)
 
 
 def meta_model(
@@ -396,10 +422,14 @@ def _keep_fp32_gradients(model: nn.Module) -> None:
         group._orig_dtype = torch.float32
 
 
+def _wrapped(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules in FSDP's units; a unit can have several."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def _groups(model: nn.Module) -> list[Any]:
     """Return FSDP's groups of parameters; a group is gathered and reduced together."""
-    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
-    groups = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
+    groups = (module._get_fsdp_state()._fsdp_param_group for module in _wrapped(model))
     return [*dict.fromkeys(group for group in groups if group is not None)]
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.ops.layout import round_up
-from recipes.config.recipe import Recipe, switching
+from recipes.config.recipe import Recipe, keeping, switching
 from recipes.planner.dry_run import DryRun, Stages, dry_run, planned_trainer
 from recipes.planner.sizes import GIB, MIB
 from recipes.planner.tracing import PAGE, EngineSizes
@@ -178,6 +178,15 @@ def test_memory_grows_linearly_with_layers() -> None:
     assert abs(params[2] - 2 * params[1] + params[0]) <= 2 * PAGE
     assert abs(held[2] - 2 * held[1] + held[0]) <= 2 * 20 * MIB
     assert held[2] - held[1] >= params[2] - params[1] - 20 * MIB  # its gradients
+
+
+def test_update_that_keeps_unsharded_parameters_has_their_bytes() -> None:
+    """Run on one trainer with, without, and again with them: at least as many bytes as shards."""
+    recipe = recipes.load("tiny", ["trainer.micro_batch_size=4", "trainer.keep_unsharded=auto"])
+    turns = (True, False, True)
+    held = runs(*[switching(keeping(recipe, keep), []) for keep in turns])
+    kept, plain, again = (torch_of(run.stages, "update_actor") for run in held)
+    assert kept == again >= plain + held[0].tags["params"] - 20 * MIB
 
 
 def test_resident_tags_have_their_bytes_at_every_stage() -> None:
