@@ -1,8 +1,8 @@
 """Triton kernels of paged attention, and their compile-time arguments, tuned for Hopper.
 
 The keys of a sequence are divided at absolute positions, so a query's result has the same bits in
-prefill, in decode and in a trainer. Splits have `MIN_SPLIT` keys up to position 16 * MIN_SPLIT, and
-from each further power of two on, an eighth of it. In a split, the online softmax starts anew and
+prefill, in decode and in a trainer. Splits have `MIN_SPLIT` keys up to position 32 * MIN_SPLIT, and
+from each further power of two on, a sixteenth. In a split, the online softmax starts anew and
 runs over blocks of keys in order (`_attend`). The splits of a sequence are folded in order
 (`_fold`), whether one program computes them one after the other or each has its own program. The
 weights of a block are added as integers (`_sum`). Keys that a query does not see change no bit of
@@ -36,8 +36,8 @@ from kvcache.ops.quant import decode_fp8
 MAX_HEADS = 16  # maximum number of query heads per decode program
 MIN_SPLIT = tl.constexpr(256)  # keys of the shortest splits, a multiple of all blocks of keys
 LOG_MIN_SPLIT = tl.constexpr(8)  # of base 2
-PARTS = tl.constexpr(8)  # splits between a power of two and the next, from 2 * PARTS * MIN_SPLIT on
-LOG_PARTS = tl.constexpr(3)
+PARTS = tl.constexpr(16)  # splits between a power of two and the next, from 2 * PARTS * MIN_SPLIT on
+LOG_PARTS = tl.constexpr(4)
 COMBINED = tl.constexpr(16)  # splits that `decode_combine` loads together
 
 

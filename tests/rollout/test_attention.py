@@ -277,13 +277,14 @@ def test_request_has_same_bits_alone_and_in_batch(dtype: torch.dtype, triton_dev
 def test_query_has_same_bits_in_decode_and_in_every_chunk(
     window: int | None, impl: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 18 splits in Triton, the last two of them twice as long, which begin 512 and 8 before the end
-    scale = 1 if device != "cpu" else 8
     if impl == "triton" and device == "cpu":
         round_products_once(monkeypatch)
-        monkeypatch.setattr(kernels, "MIN_SPLIT", tl.constexpr(32))
-        monkeypatch.setattr(kernels, "LOG_MIN_SPLIT", tl.constexpr(5))
-    last = 4608 // scale + 8
+        shorter = {"MIN_SPLIT": 32, "LOG_MIN_SPLIT": 5, "PARTS": 4, "LOG_PARTS": 2}
+        for name, value in shorter.items():
+            monkeypatch.setattr(kernels, name, tl.constexpr(value))
+    # The last two splits in Triton are the first that are twice as long; the last has 8 keys.
+    shortest = kernels.MIN_SPLIT.value
+    last = 2 * kernels.PARTS.value * shortest + 2 * shortest + 8
     made = make_case((2, 1), (16, 16), [70], [last], 0, device)
     if device != "cpu":
         made = replace(made, **{name: getattr(made, name).bfloat16() for name in "qkv"})
