@@ -351,12 +351,38 @@ def planned_trainer(
         setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
         config = trainer_config(setup)
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
-        # An exact trainer keeps the same tensors, but launches kernels on them.
+        # An exact trainer launches kernels. Besides norms, it keeps the same tensors.
         config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
-        yield setup, device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
+        trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
+        if recipe.exact_mode:
+            _keep_only_inputs_of_norms(trainer.model)
+        yield setup, trainer
+
+
+def _keep_only_inputs_of_norms(model: nn.Module) -> None:
+    """Let norms keep what those of `make_exact` keep."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    return _Norm.apply(x, norm.weight)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 @contextlib.contextmanager

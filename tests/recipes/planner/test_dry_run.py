@@ -189,6 +189,18 @@ def test_update_that_keeps_unsharded_parameters_has_their_bytes() -> None:
     assert kept == again >= plain + held[0].tags["params"] - 20 * MIB
 
 
+def test_exact_update_keeps_one_fp32_tensor_less_of_every_norm() -> None:
+    """Compare what two more layers, with four norms, take more in a plain update."""
+    words = ["trainer.micro_batch_size=4", "model.dtype=bfloat16", "sampling.max_tokens=3000"]
+    more = []
+    for layers in (2, 4):
+        fields = FIELDS | {"num_hidden_layers": layers}
+        plain, exact = (planned(fields, *words, f"exact={how}").stages for how in ("false", "warn"))
+        more.append(torch_of(plain, "update_actor") - torch_of(exact, "update_actor"))
+    norms, tokens = 4, 4 * 3009
+    assert abs(more[1] - more[0] - norms * tokens * 256 * 4) <= norms * 2 * MIB
+
+
 def test_resident_tags_have_their_bytes_at_every_stage() -> None:
     recipe = recipes.load("tiny", ["cycle.alias=never"])
     residents = [["optim", "weights"], [], ["params"]]
