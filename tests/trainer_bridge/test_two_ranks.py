@@ -6,6 +6,7 @@ Sizes are odd, so that the second rank's shards are shorter, and padded by FSDP.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -244,6 +245,29 @@ def in_8_bits(rank: int, path: str, out: str) -> dict[str, Any]:
     return {name: (shard_box(params[name.rpartition(".")[0]]), saved[name][0]) for name in saved}
 
 
+def interrupted(path: str) -> None:
+    """Fail on both ranks in the backward pass of the second micro batch, and update again."""
+    changes = {**CHANGES, "micro_batch_size": 1, "keep_unsharded": True}
+    trainer, twin = (Trainer(config(path, **changes)) for _ in range(2))
+    calls = itertools.count(1)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("short of memory")
+
+    def watch(module: Any, inputs: Any, output: Tensor) -> None:
+        if next(calls) == 2:
+            output.register_hook(fail)
+
+    watching = trainer.model.model.layers[0].mlp.register_forward_hook(watch)
+    with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
+        trainer.update_actor(make_batch(COUNTS[0]))
+    watching.remove()
+    for shard in (*trainer.shards().values(), *twin.shards().values()):
+        shard.mul_(1.01)
+    assert learn(trainer) == learn(twin)
+    assert_same_bits(bits(trainer), bits(twin))
+
+
 def drawn(path: str) -> dict[str, Any]:
     """Return this rank's shards of random weights with their boxes; one is sharded by columns."""
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
@@ -333,6 +357,7 @@ def worker(rank: int, path: str, out: str) -> None:
     result["streamed"] = streamed(path)
     result["losses"] = losses(path, micro_batch_size=1)
     result["repeated"] = repeated(path)
+    interrupted(path)
     result["models"] = with_models(path, memsaver.MemorySaver())
     result["drawn"] = drawn(f"{out}/described")
     result["experts"] = []
