@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_call_that_failed_inside_a_unit_leaves_nothing_behind(
     assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
     assert trainer.update_actor(batch) == twin.update_actor(batch)
     assert_same_bits(bits(trainer), bits(twin))
+
+
+def test_error_of_a_pass_is_raised_even_if_fsdp_cannot_be_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = mock.Mock(side_effect=RuntimeError("the device is lost"))
+    monkeypatch.setattr(model_module, "reshard", lost)
+    with pytest.raises(KeyError) as caught, model_module.whole_pass(torch.nn.Linear(1, 1)):
+        raise KeyError("first")
+    assert caught.value.__notes__ == ["and FSDP's state was not reset: the device is lost"]
 
 
 def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

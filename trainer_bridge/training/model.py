@@ -173,23 +173,30 @@ def keep_unsharded(model: nn.Module, keep: bool, *, last: bool) -> None:
 
 @contextmanager
 def whole_pass(model: nn.Module) -> Iterator[None]:
-    """Run forward and backward passes that leave no parameter unsharded, and nothing if they fail.
-
-    FSDP would count a pass that raised an error as still running: the next one would gather no unit
-    that is complete for it (torch 2.11), or not reduce all gradients.
-    """
+    """Run passes that leave no parameter unsharded; if one fails, FSDP forgets it."""
     try:
         yield
-    except BaseException:
-        reshard(model)
-        keep_unsharded(model, False, last=True)
-        for module in _wrapped(model):
-            state = module._get_fsdp_state()
-            state._root_post_backward_final_callback()  # no gradient is left to reduce
-            state._modules_to_run_forward.clear()
-            state._state_ctx.iter_forward_root = None  # else its streams would not be ordered
+    except BaseException as error:
+        try:
+            _forget_pass(model)
+        except Exception as also:  # such as a device that is lost
+            error.add_note(f"and FSDP's state was not reset: {also}")
         raise
     reshard(model)
+
+
+def _forget_pass(model: Any) -> None:
+    """Reset FSDP after a pass that raised an error, which FSDP counts as still running.
+
+    The next pass would gather no unit that is complete for it (torch 2.11), or reduce no gradients.
+    """
+    reshard(model)
+    keep_unsharded(model, False, last=True)
+    model._get_fsdp_state()._root_post_backward_final_callback()  # no gradient is left to reduce
+    for module in _wrapped(model):
+        state = module._get_fsdp_state()
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None  # else its streams would not be ordered
 
 
 def meta_model(
