@@ -15,7 +15,7 @@ from recipes.config.recipe import Recipe, keeping, switching
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, planning
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
-from trainer_bridge.tags import ADAPTERS, MODELS, PARAMS, TRAINED
+from trainer_bridge.tags import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
 _ERROR = 0.03  # share of the GPU by which a plan may be off
 # Seconds, measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again; to cast, copy
@@ -52,7 +52,7 @@ def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> Memor
     if recipe.trainer.keep_unsharded != "auto":
         return _with_switch_decided(recipe, make_plan)
     plan = _with_switch_decided(keeping(recipe, False), make_plan)
-    if not (gain := _gathering(plan, recipe)):
+    if not (gain := _gathering(plan, recipe)) or not _may_keep(plan, recipe):
         return plan
     kept = _with_switch_decided(keeping(recipe, True), make_plan)
     assert plan.switch is not None and kept.switch is not None
@@ -64,6 +64,20 @@ def _gathering(plan: MemoryPlan, recipe: Recipe) -> float:
     """Return the seconds of a step in which the trainer gathers and reduces again."""
     params = recipe.cluster.size * _sizes(plan).get(PARAMS, 0)
     return _GATHERED * params * recipe.regathers
+
+
+def _may_keep(plan: MemoryPlan, recipe: Recipe) -> bool:
+    """Return whether an update has room for half the parameters' bytes; unsharded ones take more.
+
+    This saves large models the time of a second plan.
+    """
+    gathered = recipe.cluster.size * _sizes(plan).get(PARAMS, 0) // 2
+    updates = [stage for stage in plan.stages if stage.stage == "update_actor"]
+    needed = (
+        sum(stage.tags.get(tag, 0) for tag in (PARAMS, OPTIM)) + stage.torch["trainer"]
+        for stage in updates
+    )
+    return max(needed, default=0) + plan.gpu.contexts + gathered <= _most(plan)
 
 
 def _with_switch_decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
