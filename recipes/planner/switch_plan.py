@@ -72,12 +72,9 @@ def _may_keep(plan: MemoryPlan, recipe: Recipe) -> bool:
     This saves large models the time of a second plan.
     """
     gathered = recipe.cluster.size * _sizes(plan).get(PARAMS, 0) // 2
-    updates = [stage for stage in plan.stages if stage.stage == "update_actor"]
-    needed = (
-        sum(stage.tags.get(tag, 0) for tag in (PARAMS, OPTIM)) + stage.torch["trainer"]
-        for stage in updates
-    )
-    return max(needed, default=0) + plan.gpu.contexts + gathered <= _most(plan)
+    update = next(stage for stage in plan.stages if stage.stage == "update_actor")
+    tags = update.tags.get(PARAMS, 0) + update.tags.get(OPTIM, 0)
+    return tags + update.torch["trainer"] + update.contexts + gathered <= _most(plan)
 
 
 def _with_switch_decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
