@@ -186,6 +186,23 @@ def test_resident_tags_stay_and_change_no_number(
     )
 
 
+def test_unsharded_parameters_kept_over_four_micro_batches_change_no_number(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, update = list[bool](), Trainer.update_actor
+
+    def watched(self: Trainer, batch: Any) -> dict[str, float]:
+        kept.append(self.config.keep_unsharded)
+        return update(self, batch)
+
+    monkeypatch.setattr(Trainer, "update_actor", watched)
+    words = [*SMALL, "steps=1", "eval.every=0", "trainer.micro_batch_size=8"]
+    folders = [
+        make_run("tiny", *words, f"trainer.keep_unsharded={keep}") for keep in ("true", "auto")
+    ]
+    assert kept == [True, False] and same_rows(*folders)
+
+
 def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     straight: Path,
     tmp_path: Path,
