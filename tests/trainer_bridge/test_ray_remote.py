@@ -16,7 +16,7 @@ from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.errors import SyncError
 from trainer_bridge.remote.actor import RemoteRollout, dispatch_prompts
-from trainer_bridge.remote.group import RemoteActor, RemoteGroup
+from trainer_bridge.remote.group import RemoteActor, RemoteGroup, node_addresses
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -136,7 +136,8 @@ def test_loss_of_a_node_is_the_cause_of_an_earlier_error_of_communication(
 
     monkeypatch.setattr("trainer_bridge.remote.group.GRACE_SECONDS", 0.1)
     actor: Any = ray.remote(num_cpus=0)(Dying)
-    near = RemoteActor(ranks[0].handle, "trainer[0]", "10.0.0.1")
+    (here,) = node_addresses()  # the other rank's node is no part of the cluster
+    near = RemoteActor(ranks[0].handle, "trainer[0]", here)
     group = RemoteGroup([near, RemoteActor(actor.remote(), "trainer[1]", "10.0.0.2")], SECONDS)
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died with its node 10\.0\.0\.2"):
         group.call("fail", RuntimeError("connection reset"))
