@@ -109,6 +109,16 @@ class Recipe:
         return self.loop.epochs * self.loop.mini_batches
 
     @property
+    def answers_per_step(self) -> int:
+        """Return the number of answers of one step."""
+        return self.loop.prompts_per_step * self.loop.samples_per_prompt
+
+    @property
+    def answers_per_rank(self) -> int:
+        """Return the largest number of answers of one step on a trainer rank."""
+        return math.ceil(self.answers_per_step / self.cluster.size)
+
+    @property
     def regathers(self) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
 
@@ -116,8 +126,7 @@ class Recipe:
         """
         if self.engine.hosted:
             return 0
-        answers = self.loop.prompts_per_step * self.loop.samples_per_prompt / self.cluster.size
-        batch = math.ceil(answers / self.loop.mini_batches)
+        batch = math.ceil(self.answers_per_step / self.cluster.size / self.loop.mini_batches)
         repeated = math.ceil(batch / self.trainer.micro_batch_size) - 1
         return repeated * self.updates_per_step
 
@@ -396,7 +405,7 @@ class Recipe:
             yield "eval.patience", "needs a figure to improve, and eval.best=null"
 
     def _faults_of_loss(self) -> Faults:
-        answers = self.loop.prompts_per_step * self.loop.samples_per_prompt
+        answers = self.answers_per_step
         if self.loop.mini_batches > answers:
             yield f"{self.algorithm}.mini_batches", f"exceeds the step's {answers} answers"
         if self.loss.dual_clip is not None and self.loss.kind == "cispo":

@@ -402,8 +402,7 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
 
 
 def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:
-    per_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
-    answers = min(2 * recipe.trainer.micro_batch_size, math.ceil(per_step / recipe.cluster.size))
+    answers = min(2 * recipe.trainer.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
     # First, because fewer answers may not fill the mini batches. Two updates stand for any number.

@@ -390,8 +390,7 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
     """
     cycle, trainer, answer = recipe.cycle, recipe.trainer, recipe.sampling.max_tokens
     held = Counter({**stage.tags, "torch": stage.torch.get("trainer", 0)})  # 0 for absent tags
-    per_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
-    batch = min(trainer.micro_batch_size, math.ceil(per_step / recipe.cluster.size))
+    batch = min(trainer.micro_batch_size, recipe.answers_per_rank)
     # The batch that would fit if torch held nothing else.
     fitting = max(1, int(batch * (1 - missing / max(held["torch"], missing))))
     ranks = recipe.engine.tensor_parallel_size

@@ -36,9 +36,7 @@ from kvcache.ops.quant import decode_fp8
 MAX_HEADS = 16  # maximum number of query heads per decode program
 MIN_SPLIT = tl.constexpr(256)  # keys of the shortest splits, a multiple of all blocks of keys
 LOG_MIN_SPLIT = tl.constexpr(8)  # of base 2
-PARTS = tl.constexpr(
-    16
-)  # splits between a power of two and the next, from 2 * PARTS * MIN_SPLIT on
+PARTS = tl.constexpr(16)  # splits from a power of two to the next, above 2 * PARTS * MIN_SPLIT
 LOG_PARTS = tl.constexpr(4)
 COMBINED = tl.constexpr(16)  # splits that `decode_combine` loads together
 

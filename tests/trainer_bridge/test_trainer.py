@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import time
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import OutOfMemory, StateError, TagError
 from tests.helpers.memory import scribble
+from tests.helpers.trainer_bridge.failures import out_of_memory
 from tests.helpers.trainer_bridge.models import (
     describe,
     make_batch,
@@ -110,19 +110,9 @@ def test_call_that_failed_inside_a_unit_leaves_nothing_behind(
     """Fail in the second micro batch, then change the weights, and compare with a twin."""
     path = write_model(tmp_path, num_hidden_layers=3)
     trainer, twin = (make_trainer(path, micro_batch_size=1, keep_unsharded=keep) for _ in range(2))
-    batch, calls = make_batch(6), itertools.count(1)
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("short of memory")
-
-    def watch(module: Any, inputs: Any, output: torch.Tensor) -> None:
-        if next(calls) == 2:
-            output.register_hook(fail) if where == "backward" else fail()
-
-    watching = trainer.model.model.layers[1].mlp.register_forward_hook(watch)
-    with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
+    batch = make_batch(6)
+    with out_of_memory(trainer.model.model.layers[1].mlp, where):
         getattr(trainer, method)(batch)
-    watching.remove()
     for shard in (*trainer.shards().values(), *twin.shards().values()):
         shard.mul_(1.01)
     assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)

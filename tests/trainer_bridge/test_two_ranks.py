@@ -6,7 +6,6 @@ Sizes are odd, so that the second rank's shards are shorter, and padded by FSDP.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from rollout import Engine
 from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.ranks import results, start_ranks
+from tests.helpers.trainer_bridge.failures import out_of_memory
 from tests.helpers.trainer_bridge.models import (
     as_sampled,
     config,
@@ -249,19 +249,8 @@ def interrupted(path: str) -> None:
     """Fail on both ranks in the backward pass of the second micro batch, and update again."""
     changes = {**CHANGES, "micro_batch_size": 1, "keep_unsharded": True}
     trainer, twin = (Trainer(config(path, **changes)) for _ in range(2))
-    calls = itertools.count(1)
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("short of memory")
-
-    def watch(module: Any, inputs: Any, output: Tensor) -> None:
-        if next(calls) == 2:
-            output.register_hook(fail)
-
-    watching = trainer.model.model.layers[0].mlp.register_forward_hook(watch)
-    with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
+    with out_of_memory(trainer.model.model.layers[0].mlp, "backward"):
         trainer.update_actor(make_batch(COUNTS[0]))
-    watching.remove()
     for shard in (*trainer.shards().values(), *twin.shards().values()):
         shard.mul_(1.01)
     assert learn(trainer) == learn(twin)

@@ -145,7 +145,7 @@ def _mix_by_ranks(
     ranks: ExpertRanks,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Add the sums of all ranks; arguments as of `mix_experts`, `kept` as of `expert_products`.
+    """Compute `mix_experts` of contiguous x. `kept` is that of `expert_products`.
 
     Products do not depend on which other experts a rank holds, so those of all parts are computed
     at once, by shares of the inner channels.
