@@ -7,25 +7,28 @@ from functools import cache
 from recipes.config.recipe import UNPLANNED_SIZE
 from recipes.planner.memory_plan import MemoryPlan
 
-# Elements of hidden states (tokens times width) above which a pass saves no more time: kernels then
-# take longer than their launches. On an H100, sequences of 1k tokens gained up to micro batches of
-# 64 at width 896, 32 at 1536 and 16 at 3584.
-_ENOUGH = 1 << 26
+ENOUGH = 1 << 26
+"""Elements of hidden states (tokens times width) of a pass above which kernels get no faster.
+
+They then take longer than their launches. On an H100, sequences of 1k tokens gained up to micro
+batches of 64 at width 896, 32 at 1536 and 16 at 3584.
+"""
+
 UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
 """Line about an auto that no plan decided."""
 
 
-def sizes_to_try(answers: int, elements: int) -> list[int]:
+def sizes_to_try(answers: int, elements: int = 0) -> list[int]:
     """Return the micro batches that auto may choose, in ascending order.
 
-    They are powers of two and all answers of an update, as far as `_ENOUGH` allows. Each stands for
+    They are powers of two and all answers of an update, as far as `ENOUGH` allows. Each stands for
     all sizes that need as many micro batches, and is the smallest of them.
 
     Args:
         answers: Answers of an update on a rank.
-        elements: Elements of the longest sequence's hidden states.
+        elements: Elements of the longest sequence's hidden states; 0: any size is allowed.
     """
-    most = min(answers, max(1, _ENOUGH // elements))
+    most = min(answers, max(1, ENOUGH // elements)) if elements else answers
     sizes = {1 << exponent for exponent in range(most.bit_length())} | ({most} & {answers})
     return sorted({math.ceil(answers / math.ceil(answers / size)) for size in sizes})
 

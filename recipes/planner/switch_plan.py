@@ -3,7 +3,8 @@
 `plan_switch` decides in this order. First the micro batch (`micro_batch.py`), as if all tags left
 that may and the trainer gathered parameters for each micro batch. For a larger one, only tags can
 leave that an update does not need, such as the engine's, and more micro batches cost more time.
-Then the tags: the cheapest switch that fits. Last `trainer.keep_unsharded`.
+Then the tags: the cheapest switch that fits. Then `trainer.keep_unsharded`. If it is false, passes
+that are large enough for kernels may become larger, if that saves more gathers than it costs.
 """
 
 import dataclasses
@@ -49,28 +50,46 @@ def plan_switch(
     """
     recipe, card = placed(recipe, gpu)
     with planning(recipe, name, card, **how) as (make_plan, elements):
-        sized, line = _with_size_decided(recipe, make_plan, elements)
-        plan = _decided(sized, make_plan)
-    assert plan.switch is not None
-    lines = [*plan.switch.lines, *([line] if line else [])]
-    return dataclasses.replace(plan, switch=plan.switch._replace(lines=lines))
+        if recipe.trainer.micro_batch_size != "auto":
+            return _decided(recipe, make_plan)
+        if recipe.engine.hosted:
+            return _with_line(_decided(batching(recipe, UNPLANNED_SIZE), make_plan), UNPLANNED)
+        return _with_size_decided(recipe, make_plan, elements)
 
 
 def _with_size_decided(
     recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan], elements: int
-) -> tuple[Recipe, str]:
-    """Return the recipe with its micro batch decided, and a line about it if it is auto."""
-    if recipe.trainer.micro_batch_size != "auto":
-        return recipe, ""
-    if recipe.engine.hosted:
-        return batching(recipe, UNPLANNED_SIZE), UNPLANNED
+) -> MemoryPlan:
+    answers = recipe.answers_per_update
 
     def planned(size: int) -> MemoryPlan:
         return make_plan(_with_named_tags(batching(keeping(recipe, False), size)))
 
-    sizes = sizes_to_try(recipe.answers_per_update, elements)
+    def decided(size: int) -> tuple[float, MemoryPlan]:
+        """Return the plan, and its seconds that depend on the size."""
+        sized = batching(recipe, size)
+        plan = _decided(sized, make_plan)
+        assert plan.switch is not None
+        repeated = 0 if plan.switch.keep_unsharded else _gathering(plan, sized)
+        return plan.switch.seconds + repeated, plan
+
+    sizes = sizes_to_try(answers, elements)
     size = choose_size(sizes, planned)
-    return batching(recipe, size), reason(size, sizes, recipe.answers_per_update)
+    seconds, plan = decided(size)
+    line = reason(size, sizes, answers)
+    assert plan.switch is not None
+    if size == sizes[-1] < answers and not plan.switch.keep_unsharded:
+        sizes = [size, *(more for more in sizes_to_try(answers) if more > size)]
+        larger = choose_size(sizes, planned)
+        cost, other = decided(larger)
+        if other.fits and cost < seconds:
+            plan, line = other, reason(larger, sizes, answers)
+    return _with_line(plan, line)
+
+
+def _with_line(plan: MemoryPlan, line: str) -> MemoryPlan:
+    assert plan.switch is not None
+    return dataclasses.replace(plan, switch=plan.switch._replace(lines=(*plan.switch.lines, line)))
 
 
 def _with_named_tags(recipe: Recipe) -> Recipe:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import recipes
 from recipes.config.recipe import Recipe
 from recipes.planner.command import plan_of
+from recipes.planner.dry_run import PlannedTrainer
 from recipes.planner.memory_plan import MemoryPlan, Switch
 from recipes.planner.micro_batch import UNPLANNED, choose_size, reason, sizes_to_try
 from recipes.planner.sizes import GIB, MIB, Gpu
@@ -136,8 +137,25 @@ def test_chosen_size_fits_and_the_next_does_not(name: str, words: list[str], mib
     assert more[0].peak.device_bytes > plan.sure_room
 
 
+def test_passes_become_larger_than_kernels_need_only_if_that_saves_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let four sequences of 50 tokens fill a GPU; with kept parameters nothing is gathered again.
+
+    On 3 GiB all answers fit, and nothing leaves for them.
+    """
+    monkeypatch.setattr("recipes.planner.micro_batch.ENOUGH", 4 * 59 * 512)
+    kept, gathered = (
+        planned("tiny", [*GRPO, *words], 3 * GIB)[1]
+        for words in ([], ["trainer.keep_unsharded=false"])
+    )
+    assert kept.keep_unsharded and kept.micro_batch_size == 4
+    assert kept.lines[-1] == "micro batch: 4 sequences; larger ones save no time"
+    assert gathered.micro_batch_size == 32
+
+
 def test_gpu_without_room_for_one_sequence_gets_sensible_remedies() -> None:
-    plan, switch = planned("tiny", [*GRPO, "grpo.prompts_per_step=4"], 2400 * MIB)
+    plan, switch = planned("tiny", AUTO, 2300 * MIB)
     assert switch.micro_batch_size == 1 and "short of" in plan.needs[0]
     assert "micro_batch_size" not in plan.needs[0]
 
@@ -161,6 +179,8 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     updates, update = list[tuple[int, int]](), Trainer.update_actor
 
     def watched(self: Trainer, batch: Any) -> dict[str, float]:
+        if isinstance(self, PlannedTrainer):
+            return update(self, batch)
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             figures = update(self, batch)
