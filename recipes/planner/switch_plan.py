@@ -82,7 +82,7 @@ def _with_size_decided(
         sizes = [size, *(more for more in sizes_to_try(answers) if more > size)]
         larger = choose_size(sizes, planned)
         cost, other = decided(larger)
-        if other.fits and cost < seconds:
+        if other.fits and cost <= seconds:
             plan, line = other, reason(larger, sizes, answers)
     return _with_line(plan, line)
 
