@@ -374,6 +374,11 @@ class Recipe:
         if offload and rank:
             rule = f"is not needed for adapters, which are small (lora.rank={rank})"
             yield "trainer.optimizer_offload", rule
+        if self.trainer.batch_invariant and not (
+            self.exact_mode and self.trainer.keep_unsharded is True
+        ):
+            rule = "needs exact=true, or warn, and trainer.keep_unsharded=true"
+            yield "trainer.batch_invariant", rule
         if rank % 8 and "experts" in layers:
             rule = "must be a multiple of 8 for adapters of experts"
             yield "lora.rank", rule, f"set lora.rank={rank + -rank % 8}"

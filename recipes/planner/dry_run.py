@@ -49,7 +49,7 @@ from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt, scratch_for
 from trainer_bridge.tags import REFERENCE
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import Runtime, code_tables
+from trainer_bridge.training import Runtime, code_tables, plan_exact
 
 Stages = dict[str, dict[str, Any]]
 """Peaks by stage, as in `recipes.logs.monitor.Peaks`."""
@@ -364,38 +364,15 @@ def planned_trainer(
 
         config = trainer_config(make_setup(recipe))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
-        # An exact trainer launches kernels. Besides norms, it keeps the same tensors.
+        # An exact trainer launches kernels.
         config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
         trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
         if recipe.exact_mode:
-            _keep_only_inputs_of_norms(trainer.model)
+            plan_exact(trainer.model, recipe.trainer.batch_invariant)
         yield make_setup, trainer
-
-
-def _keep_only_inputs_of_norms(model: nn.Module) -> None:
-    """Let norms keep what those of `make_exact` keep."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_norm, module)
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return _Norm.apply(x, norm.weight)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ FIFTY += (SMALL[5], "task.workers=0", "trainer.learning_rate=0.001")
 FIFTY += ("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "sampling.max_tokens=128")
 FIFTY += ("trainer.micro_batch_size=64", "checkpoint.every=25", "checkpoint.export_every=0")
 OTHER_BATCHES = "engine.max_running=100 engine.max_prefill_tokens=300"
+INVARIANT = "trainer.batch_invariant=true", "trainer.keep_unsharded=true"
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -75,6 +76,35 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
     assert_same_bits(weights(folder), weights(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trainer.micro_batch_size=1",
+        "trainer.micro_batch_size=5 trainer.activation_checkpointing=mlp",
+        "trainer.micro_batch_size=7 trainer.optimizer_offload=true",
+    ],
+)
+def test_run_with_other_micro_batches_ends_with_the_same_bits(
+    words: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    changes = (*SMALL, *INVARIANT, "model.dtype=bfloat16")
+    folder = make_run("tiny", *changes)
+    start_run("tiny", (*changes, *words.split()), tmp_path / "run")
+    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_steps_with_other_micro_batches_on_a_gpu_end_with_the_same_bits(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    changes = (*FIFTY, *INVARIANT, "steps=20")
+    folder = make_run("qwen2.5-0.5b", *changes)
+    start_run("qwen2.5-0.5b", (*changes, "trainer.micro_batch_size=24"), tmp_path / "run")
+    assert all(0 == row["unequal_tokens"] < row["grad_norm"] for row in rows(folder, "train"))
+    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [OTHER_BATCHES, "steps=25"])
@@ -99,6 +129,7 @@ def test_fifty_steps_on_a_gpu_end_with_the_same_bits(
         ("engine.kv_cache_dtype=fp8_e4m3", "engine.kv_cache_dtype=fp8_e4m3: rounds"),
         ("engine.kind=vllm", "engine.kind=vllm: computes other bits than exact=true promises"),
         ("grpo.epochs=2", "grpo.epochs=2: excludes exact=true"),
+        ("trainer.batch_invariant=true", "trainer.batch_invariant=true: needs exact=true"),
         ("correction.mode=decoupled", "correction.mode=decoupled: has nothing to correct"),
     ],
 )

@@ -14,6 +14,7 @@ from rollout import Completion, Engine, SamplingParams
 from rollout.ops.torch_attention import attend, hidden_keys
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.exact_ranks import unequal_in_rounds
+from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.mismatch_trace import trace_mismatch
@@ -145,19 +146,25 @@ def test_trace_runs_both_sides_on_a_gpu_and_names_a_planted_fault(
     assert first is not None and first.place == (0, "activation") and first.position == 0
 
 
-@pytest.mark.gpus(2)
+TWO = ("qwen2.5-0.5b", 1), ("qwen2.5-7b", 1), ("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2)
+FOUR = ("qwen2.5-7b", 1), ("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2)
+
+
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    [("qwen2.5-0.5b", 1), ("qwen2.5-7b", 1), ("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2)],
+    ("world", "name", "parts"),
+    [
+        *(pytest.param(2, *case, marks=pytest.mark.gpus(2)) for case in TWO),
+        *(pytest.param(4, *case, marks=pytest.mark.gpus(4)) for case in FOUR),
+    ],
 )
-def test_bits_of_a_tensor_parallel_engine_and_a_trainer_of_two_ranks_are_equal(
-    name: str, parts: int, tmp_path: Path
+def test_bits_of_a_tensor_parallel_engine_and_a_trainer_on_its_ranks_are_equal(
+    world: int, name: str, parts: int, tmp_path: Path
 ) -> None:
     path = described(name, tmp_path / "model")
     config = TrainerConfig(
         model_path=str(path), random_init=True, device="cuda", exact=True, learning_rate=1e-4,
         param_dtype="bfloat16", micro_batch_size=2, activation_checkpointing="layers",
-        exact_ranks=2, exact_expert_parallel=parts,
+        exact_ranks=world, exact_expert_parallel=parts,
     )  # fmt: skip
     settings = {"kv_tokens": 65536, "max_running": 32, "max_context_len": 8192}
     ways: list[dict[str, Any]] = [
@@ -167,9 +174,9 @@ def test_bits_of_a_tensor_parallel_engine_and_a_trainer_of_two_ranks_are_equal(
     ]
     arguments = config, [{**settings, **way} for way in ways], prompts_of(LENGTHS)
     ranks = start_ranks(
-        unequal_in_rounds, 2, tmp_path / "store", *arguments, backend="nccl", seconds=300
+        unequal_in_rounds, world, tmp_path / "store", *arguments, backend="nccl", seconds=300
     )
-    assert results(ranks, 600) == [[0, 0]] * 2
+    assert results(ranks, 600) == [[0, 0]] * world
 
 
 def test_two_updates_from_the_same_weights_have_the_same_bits(tmp_path: Path) -> None:
@@ -189,6 +196,27 @@ def test_two_updates_from_the_same_weights_have_the_same_bits(tmp_path: Path) ->
         trainer.close()
         trainer.saver.close()
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "qwen3-30b-a3b"])
+def test_weights_do_not_depend_on_micro_batches(name: str, tmp_path: Path) -> None:
+    path, prompts = described(name, tmp_path), prompts_of((1900, 1300, 900, 610, 333, 40, 1))
+    batch = SequenceBatch(
+        prompt_ids=prompts,
+        response_ids=[prompt[:77] for prompt in prompts],
+        old_logprobs=[[-10.0] * len(prompt[:77]) for prompt in prompts],
+        advantages=[1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 2.0],
+    )
+    found = []
+    for size in (1, 2, len(prompts)):
+        how = {"keep_unsharded": True, "batch_invariant": True}
+        trainer = trainer_of(path, micro_batch_size=size, **how)
+        assert trainer.update_actor(batch)["grad_norm"] > 0
+        found.append({name: shard.cpu() for name, shard in trainer.shards().items()})
+        trainer.close()
+        trainer.saver.close()
+    for other in found[1:]:
+        assert_same_bits(found[0], other)
 
 
 @pytest.mark.parametrize("window", [None, 200])

@@ -9,6 +9,7 @@ Log-probabilities have the bits of `rollout.ops.log_softmax`, whatever the slice
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,24 @@ from rollout.ops.log_softmax import (
     row_sum,
     row_sums,
 )
+from rollout.ops.row_wise import linear as engine_linear
 from rollout.tap import tap
 from trainer_bridge.ops.exact import linear
+from trainer_bridge.ops.gradient_sums import Total, add_product, totals_of
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
 _WIDTHS = tuple(BLOCK << power for power in range(5))  # of slices; few, because each is probed
+_SUMMED = _WIDTHS[1]  # of slices whose gradients are added to a total
 _GRADIENTS = 4096  # words of a program that computes gradients
 
 
 def token_scores(
-    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: float,
+    impl: Impl = "auto",
+    total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
@@ -50,8 +59,9 @@ def token_scores(
     are rounded to the dtype of the inputs, as in a linear layer. All else is fp32.
 
     Both results have gradients. That of the entropies takes time only where a loss depends on them.
+    With `total`, the gradient of `weight` is added to it (`add_product`).
     """
-    chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl)
+    chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl, total)
     return chosen, entropy
 
 
@@ -69,8 +79,15 @@ def logit_scores(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float,
+        impl: Impl,
+        total: Total | None,
     ) -> tuple[Tensor, Tensor]:
+        ctx.total = total
         parts = [
             reduce_logits(_logits(hidden, weight[start:stop]), target, start, temperature, impl)
             for start, stop in _slices(hidden, weight)
@@ -83,16 +100,27 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, target, *norm = ctx.saved_tensors
         inputs = _inputs(norm, *grads)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for start, stop in _slices(hidden, weight):
+        total: Total | None = ctx.total
+        trained = total is None and ctx.needs_input_grad[1]
+        grad_weight = torch.empty_like(weight) if trained else None
+        # With a total, no bits may depend on the number of rows.
+        slices = _slices(hidden, weight) if total is None else _slices_of(len(weight), _SUMMED)
+        multiply = F.linear if total is None else engine_linear
+        for start, stop in slices:
             words = weight[start:stop]
-            logits = hidden @ words.T
+            logits = multiply(hidden, words)
             logits_to_gradient(logits, target, *inputs, start, ctx.temperature, ctx.impl)
-            grad_hidden += logits @ words
-            if grad_weight is not None:
+            grad_hidden += multiply(logits, words.t())
+            if total is not None:
+                total.apply(partial(_add_slice, start, logits, hidden))
+            elif grad_weight is not None:
                 torch.mm(logits.T, hidden, out=grad_weight[start:stop])
             del logits  # before the next slice's
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _add_slice(start: int, grad: Tensor, hidden: Tensor, total: Tensor) -> None:
+    add_product(total[start : start + grad.shape[1]], grad, hidden)
 
 
 class _LogitScores(torch.autograd.Function):
@@ -143,12 +171,21 @@ def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (first word, end) of each slice of the vocabulary."""
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
     width = max(width for width in _WIDTHS if width * row <= SLICE_BYTES or width == BLOCK)
+    return _slices_of(words, width)
+
+
+def _slices_of(words: int, width: int) -> Iterator[tuple[int, int]]:
     yield from ((start, min(start + width, words)) for start in range(0, words, width))
 
 
 def slice_widths(words: int) -> set[int]:
     """Return all numbers of words that a slice of a vocabulary of `words` can have."""
     return {min(width, words) for width in _WIDTHS} | {words % width for width in _WIDTHS} - {0}
+
+
+def summed_widths(words: int) -> list[int]:
+    """Return all numbers of words of a slice whose gradients are added to a total."""
+    return sorted({stop - start for start, stop in _slices_of(words, _SUMMED)})
 
 
 # Registered as torch operations, so that the planner's fake tensors see a single kernel that
@@ -391,7 +428,9 @@ class ScoringHead(nn.Linear):
             return F.linear(x, self.weight)
         at, target, temperature, entropy_grad = self._asked
         hidden = x.flatten(0, 1).index_select(0, at)
-        chosen, entropy = token_scores(hidden, self.weight, target, temperature)
+        totals = totals_of(self)
+        total = None if totals is None else totals["weight"]
+        chosen, entropy = token_scores(hidden, self.weight, target, temperature, total=total)
         return torch.stack([chosen, entropy if entropy_grad else entropy.detach()])
 
 

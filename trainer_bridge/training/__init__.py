@@ -8,6 +8,7 @@ from trainer_bridge.training.exact import why_not_exact
 from trainer_bridge.training.export import export_checkpoint
 from trainer_bridge.training.model import check_layout, lora_target_names
 from trainer_bridge.training.packing import FLASH, packed_attention
+from trainer_bridge.training.planned_exact import plan_exact
 from trainer_bridge.training.token_numbers import Numbers, PerToken, by_answer, flat, log_ratios
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "lora_target_names",
     "mismatch",
     "packed_attention",
+    "plan_exact",
     "read_values",
     "reference_figures",
     "why_not_exact",

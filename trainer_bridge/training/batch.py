@@ -40,6 +40,10 @@ class MicroBatch:
     target: Tensor  # int64 [N], response tokens
     # Experts to replay, int16 [B * L, layers, top_k], -1 if unknown; None without replay.
     routed: Tensor | None = None
+    # Rows of the response tokens, int64 [N], in which each sequence has a multiple of a step, and
+    # the number of rows; None if they have no others.
+    slots: Tensor | None = None
+    num_slots: int = 0
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments for a model of transformers."""
@@ -186,15 +190,18 @@ class SequenceBatch:
 
 
 def dispatch(
-    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
+    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool, step: int = 1
 ) -> list[list[int]]:
     """Dispatch the batch to ranks, and return the indices of this rank's sequences in chunks.
 
     Long sequences come first, and -1 is a filler. All ranks get the same numbers of chunks and of
     sequences per chunk, because their collectives must match. `size` limits the sequences of a
     chunk. If `packed`, the limit is `size` times the tokens of the longest sequence instead.
+
+    A sequence takes a multiple of `step` tokens. If that is above 1, the order of the sequences
+    does not depend on `size`.
     """
-    lengths = batch.lengths
+    lengths = [round_up(length, step) for length in batch.lengths]
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
     own_rows = order[rank::world]
@@ -202,28 +209,39 @@ def dispatch(
         return [own_rows[first : first + size] for first in range(0, len(own_rows), size)]
     # The longest sequence among the ranks at each position. Rank 0 never has a filler.
     longest = [lengths[row] for row in order[::world]]
-    return _fill(own_rows, longest, size * batch.max_length)
+    return _fill(own_rows, longest, size * max(lengths), in_order=step > 1)
 
 
-def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+def _fill(
+    rows: Sequence[int], lengths: Sequence[int], tokens: int, *, in_order: bool
+) -> list[list[int]]:
     """Pack rows into chunks of at most `tokens` tokens, each row into the first chunk with room.
 
     Rows are sorted by descending length. The fullest chunk comes first, so that the allocator can
-    reuse its blocks for all others.
+    reuse its blocks for all others. If `in_order`, only the last chunk is filled up.
     """
     chunks, left = list[list[int]](), list[int]()
     for row, length in zip(rows, lengths, strict=True):
-        fit = next((i for i, room in enumerate(left) if room >= length), len(chunks))
+        open_ones = range(max(0, len(chunks) - 1) if in_order else 0, len(chunks))
+        fit = next((i for i in open_ones if left[i] >= length), len(chunks))
         if fit == len(chunks):
             chunks.append([])
             left.append(tokens)
         chunks[fit].append(row)
         left[fit] -= length
+    if in_order:
+        return chunks
     return [chunks[i] for i in sorted(range(len(chunks)), key=left.__getitem__)]
 
 
 def lay_out(
-    batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    device: torch.device,
+    size: int,
+    *,
+    packed: bool,
+    step: int = 1,
 ) -> MicroBatch:
     """Build the micro batch of one chunk, packed end to end or padded.
 
@@ -232,17 +250,20 @@ def lay_out(
     that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
     cache.
 
-    `rows` is a chunk of `dispatch`, called with the same `size` and `packed`.
+    `rows` is a chunk of `dispatch`, called with the same `size`, `packed` and `step`. A packed
+    sequence is padded to a multiple of `step` tokens.
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
+    filled = [-(len(p) + len(r)) % step for p, r in zip(prompts, responses, strict=True)]
     if packed:
-        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
-        if spare := -sum(map(len, chain(prompts, responses))) % unit:
+        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), max(_ALIGNED, step))
+        if spare := -(sum(map(len, chain(prompts, responses))) + sum(filled)) % unit:
             rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
-    counts = tuple(map(len, responses))
-    lengths = tuple(map(int.__add__, map(len, prompts), counts))
-    tokens = chain.from_iterable(chain.from_iterable(zip(prompts, responses, strict=True)))
+            filled.append(0)
+    counts, parts = tuple(map(len, responses)), (prompts, responses, [[0] * n for n in filled])
+    lengths = tuple(sum(map(len, each)) for each in zip(*parts, strict=True))
+    tokens = chain.from_iterable(chain.from_iterable(zip(*parts, strict=True)))
     values = np.fromiter(tokens, np.int64, sum(lengths))
     sizes = np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
@@ -255,7 +276,8 @@ def lay_out(
         rows.ravel()[at] = of_tokens
         return rows
 
-    answered = place >= (sizes - counts)[sequence]
+    begin, count = np.array([*map(len, prompts)])[sequence], np.array(counts)[sequence]
+    answered = (place >= begin) & (place < begin + count)
     row, position = np.divmod(at[answered] - 1, shape[1])  # the token before predicts
     kept, column = np.unique(position, return_inverse=True)
     arrays = {
@@ -266,6 +288,9 @@ def lay_out(
         "target": values[answered],
         "real": laid(np.array(rows)[sequence] >= 0),
     }
+    if step > 1:
+        ends = np.cumsum([round_up(count, step) for count in counts])
+        arrays["slots"] = (place - begin + np.array([0, *ends[:-1]])[sequence])[answered]
     if packed:
         arrays["bounds"] = np.array([0, *accumulate(lengths)], np.int32)
         arrays["position_ids"] = place[None]
@@ -277,8 +302,10 @@ def lay_out(
     tensors = dict(zip(arrays, sent, strict=True))
     packing = None
     if packed:
-        packing = Packing(lengths, tensors.pop("bounds"), tensors.pop("position_ids"))
-    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, **tensors)
+        bounds, position_ids = tensors.pop("bounds"), tensors.pop("position_ids")
+        packing = Packing(lengths, bounds, position_ids, undivided=step > 1)
+    slots = sum(round_up(count, step) for count in counts)
+    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, num_slots=slots, **tensors)
 
 
 def _routed(

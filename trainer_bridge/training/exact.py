@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.model import ExpertsConfig, ModelConfig, inverse_frequencies, load_model_config
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops import exact
-from trainer_bridge.ops.token_scores import ScoringHead, slice_widths
+from trainer_bridge.ops.gradient_sums import totals_of
+from trainer_bridge.ops.token_scores import ScoringHead, slice_widths, summed_widths
 from trainer_bridge.training.lora import expert_layers
 from trainer_bridge.training.moe import Routed, expert_routers
 from trainer_bridge.training.packing import Packing
@@ -62,16 +63,18 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     mixer: Any = description.mixers[0]
     width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
-        if type(module) is nn.Linear:
-            ranks = _ranks_of(name, config.exact_ranks)
-            module.forward = partial(_linear, module, ranks)  # type: ignore[method-assign]
-        elif type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
         elif name.endswith("rotary_emb"):
             frequencies = inverse_frequencies(mixer.rope, width)
             module.forward = partial(_rotary, frequencies, mixer.rope.table_scale)
         elif hasattr(module, "act_fn"):
             module.act_fn = _Activation()
+    exchange_layers(model, config.exact_ranks)
+    if config.batch_invariant and expert_routers(model):
+        raise ValueError(
+            "TrainerConfig.batch_invariant is for models without experts; set it to False"
+        )
     mixtures = description.with_fp32_routers() if config.fp32_router else description
     sparse = [mlp for mlp in mixtures.mlps if isinstance(mlp, ExpertsConfig)]
     for mlp, router in zip(sparse, expert_routers(model), strict=True):
@@ -83,6 +86,17 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
         raise _refusal(f"does not know operations of this model: {', '.join(sorted(found))}")
 
 
+def exchange_layers(model: Any, ranks: int) -> None:
+    """Exchange the decoder's linear layers for the engine's products of `ranks`."""
+    for name, layer in _layers(model):
+        layer.forward = partial(_linear, layer, _ranks_of(name, ranks))  # type: ignore[method-assign]
+
+
+def _layers(model: Any) -> list[tuple[str, nn.Linear]]:
+    named = model.get_decoder().named_modules()
+    return [(name, module) for name, module in named if type(module) is nn.Linear]
+
+
 def _refusal(why: str) -> ValueError:
     return ValueError(f"TrainerConfig.exact {why}; set it to False")
 
@@ -90,20 +104,28 @@ def _refusal(why: str) -> ValueError:
 def define_products(model: Any, device: torch.device, config: TrainerConfig) -> None:
     """Probe the products of an exact model, and replace those of the library that differ."""
     shapes = dict[tuple[int, int, bool], None]()
-    for name, layer in model.get_decoder().named_modules():
-        if type(layer) is nn.Linear:
-            ranks = _ranks_of(name, config.exact_ranks)
-            shape = layer.out_features, layer.in_features // ranks
-            shapes[*shape, layer.bias is not None] = None
-            if ranks > 1:  # the first adds the bias
-                shapes[*shape, False] = None
+    for name, layer in _layers(model):
+        ranks = _ranks_of(name, config.exact_ranks)
+        shape = layer.out_features, layer.in_features // ranks
+        shapes[*shape, layer.bias is not None] = None
+        if ranks > 1:  # the first adds the bias
+            shapes[*shape, False] = None
     head, routers = model.get_output_embeddings(), expert_routers(model)
     weights: list[Any] = [router.weight for router in routers]
     for words in sorted(slice_widths(head.out_features)):
         shapes[words, head.in_features, False] = None
     shapes |= {(*weight.shape, False): None for weight in weights}
+    transposed = _transposed(model) if config.batch_invariant else []
     options = {"routers": bool(routers), "strict": config.exact != "warn"}
-    exact.define_products(shapes, device, config.torch_param_dtype, **options)
+    exact.define_products(shapes, transposed, device, config.torch_param_dtype, **options)
+
+
+def _transposed(model: Any) -> list[tuple[int, int]]:
+    """Return the shapes of weights by which backward multiplies gradients that go to totals."""
+    head: Any = model.get_output_embeddings()
+    shapes = [(layer.out_features, layer.in_features) for _, layer in _layers(model)]
+    shapes += [(words, head.in_features) for words in summed_widths(head.out_features)]
+    return [*dict.fromkeys(shapes)]
 
 
 def _ranks_of(layer: str, exact_ranks: int) -> int:
@@ -151,12 +173,12 @@ def exact_attention(
 
 def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
     with _own():
-        return exact.linear(x, layer.weight, layer.bias, ranks)
+        return exact.linear(x, layer.weight, layer.bias, ranks, totals_of(layer))
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
     with _own():
-        return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
+        return exact.rms_norm(x, norm.weight, norm.variance_epsilon, totals_of(norm))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Passes of a model over a batch on all ranks: scores, and gradients of the losses."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,6 +15,7 @@ from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.exact import forward_products
+from trainer_bridge.training.gradient_totals import token_step
 from trainer_bridge.training.model import keep_unsharded, whole_pass
 from trainer_bridge.training.moe import load_balance, replay
 from trainer_bridge.training.packing import packs
@@ -54,13 +56,22 @@ def micro_logprobs(
     head = model.get_output_embeddings()
     if isinstance(head, ScoringHead):
         at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-        scoring = head.scoring(at, micro.target, temperature, entropy_grad)
+        target, slots = micro.target, micro.slots if torch.is_grad_enabled() else None
+        if slots is not None:
+            at, target = (_spread(part, slots, micro.num_slots) for part in (at, target))
+        scoring = head.scoring(at, target, temperature, entropy_grad)
         with scoring, forward_products(model, at.device):
-            logprobs, entropy = model(**micro.inputs()).logits
+            scores = model(**micro.inputs()).logits
+        logprobs, entropy = scores if slots is None else scores[:, slots]
     else:
         logits = token_logits(model, micro)
         logprobs, entropy = logit_scores(logits, micro.target, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
+
+
+def _spread(values: Tensor, slots: Tensor, count: int) -> Tensor:
+    """Return `count` numbers that are 0 but for `values` at `slots`."""
+    return values.new_zeros(count).index_copy_(0, slots, values)
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,9 @@ def policy_gradient(
         if balance is not None and len(logprobs):
             total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
-        (total * (scale * world)).backward()
+        invariant = token_step(model) > 1
+        with forward_products(model, total.device) if invariant else contextlib.nullcontext():
+            (total * (scale * world)).backward()
     with torch.no_grad():
         kl = k3(log_ratio).sum()
     return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.detach().sum()]
@@ -190,8 +203,8 @@ def policy_gradient(
 def _micro_batches(
     model: nn.Module, batch: SequenceBatch, size: int, runtime: Runtime
 ) -> Iterator[MicroBatch]:
-    packed = packs(model)
-    shares = dispatch(batch, runtime.rank, runtime.world, size, packed=packed)
+    how: dict[str, Any] = {"packed": packs(model), "step": token_step(model)}
+    shares = dispatch(batch, runtime.rank, runtime.world, size, **how)
     for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
         keep_unsharded(model, runtime.keep_unsharded, last=not left)
-        yield lay_out(batch, rows, runtime.device, size, packed=packed)
+        yield lay_out(batch, rows, runtime.device, size, **how)

@@ -34,6 +34,7 @@ from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, CRITIC, PARAMS, REFERENCE
 from trainer_bridge.training.device import Runtime, side_by_side
 from trainer_bridge.training.exact import define_products, make_exact, recomputation
+from trainer_bridge.training.gradient_totals import add_totals, free_totals
 from trainer_bridge.training.initial import (
     CheckpointFiles,
     check_directory,
@@ -102,6 +103,8 @@ def build_model(
         for param in model.parameters():
             param.grad_dtype = torch.float32  # read by FSDP's lazy initialization
     _finish_fsdp(model, saver, tag)
+    if config.batch_invariant and config.exact:
+        total_gradients(model)
     runtime.make_buffers(model)
     if config.optimizer_offload:
         _keep_fp32_gradients(model)
@@ -153,7 +156,7 @@ def reshard(model: nn.Module) -> None:
         group.wait_for_unshard()  # a failed pass may have begun to gather
         group._to_sharded()  # reshard() keeps what a failed forward gathered
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            free_totals(param)
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
@@ -169,6 +172,11 @@ def keep_unsharded(model: nn.Module, keep: bool, *, last: bool) -> None:
         unit.set_requires_gradient_sync(last or not keep, recurse=False)
         if unit is not model:
             unit.set_reshard_after_forward(not keep, recurse=False)
+
+
+def total_gradients(model: nn.Module) -> None:
+    """Let the gradients of an exact model go to totals."""
+    add_totals(model, _groups(model))
 
 
 @contextmanager

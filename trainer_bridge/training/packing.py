@@ -29,12 +29,18 @@ class Packing:
         lengths: Tokens of each sequence.
         bounds: int32 [S + 1], 0 followed by the end of each sequence.
         position_ids: int64 [1, T], counted from 0 in each sequence.
-        sequences: Lengths and bounds for `ops.exact.attention`.
+        sequences: Lengths and bounds for `ops.exact.attention`, `undivided` or not.
     """
 
-    def __init__(self, lengths: tuple[int, ...], bounds: Tensor, position_ids: Tensor) -> None:
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        bounds: Tensor,
+        position_ids: Tensor,
+        undivided: bool = False,
+    ) -> None:
         self.lengths, self.bounds, self.position_ids = lengths, bounds, position_ids
-        self.sequences = Sequences(lengths, bounds)
+        self.sequences = Sequences(lengths, bounds, undivided)
 
 
 def packed_attention(
