@@ -365,7 +365,7 @@ def planned_trainer(
         config = trainer_config(make_setup(recipe))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         # An exact trainer launches kernels.
-        config = dataclasses.replace(config, exact=False)
+        config = dataclasses.replace(config, exact=False, batch_invariant=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
