@@ -33,6 +33,7 @@ STEPS = ("steps=3", "exact=false", "grpo.prompts_per_step=16", "grpo.samples_per
 TASK = ("task.name=benchmarks.coin_task:coin",)
 LORA = ("lora.rank=32", "trainer.learning_rate=1e-5", "trainer.micro_batch_size=2")
 HALVED = ("cluster.n_gpus_per_node=4", "trainer.optimizer=adamw_8bit", "trainer.dtype=bfloat16")
+HALVED += ("trainer.micro_batch_size=1",)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ _32B_LORA = Large("qwen2.5-32b-8xh100", 2, (*LORA, "cluster.n_gpus_per_node=2"))
 _32B = Large("qwen2.5-32b-8xh100", 4, HALVED)
 _30B = Large("qwen3-30b-a3b-8xh100", 4, (*HALVED, "sampling.max_tokens=512"))
 APART = ("cluster.n_gpus_per_node=1", "cluster.rollout_gpus=1", "cluster.colocate=false")
+APART += ("trainer.micro_batch_size=4",)
 CASES = {
     "7b-apart": Large("qwen2.5-7b-8xh100", 2, (*HALVED, *APART, "sampling.max_tokens=512")),
     "32b-lora": _32B_LORA,
@@ -60,7 +62,12 @@ CASES = {
     "70b-lora": Large(
         "llama-3.1-70b-lora-8xh100",
         4,
-        ("cluster.n_gpus_per_node=4", "engine.tensor_parallel_size=4", "sampling.max_tokens=512"),
+        (
+            "cluster.n_gpus_per_node=4",
+            "engine.tensor_parallel_size=4",
+            "sampling.max_tokens=512",
+            "trainer.micro_batch_size=2",
+        ),
     ),
 }
 

@@ -74,6 +74,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     section = dataclasses.asdict(recipe.trainer)
     betas = (section.pop("beta1"), section.pop("beta2"))
     section["keep_unsharded"] = recipe.trainer.keep_unsharded is True
+    section["micro_batch_size"] = recipe.micro_batch_size
     for key in ("schedule", "warmup_steps", "final_rate"):
         del section[key]  # The loop turns them into a schedule of updates.
     return TrainerConfig(

@@ -11,7 +11,7 @@ from typing import Any
 from recipes import corrections
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.load import find_recipe, load
-from recipes.config.recipe import Recipe, keeping, switching
+from recipes.config.recipe import Recipe, batching, keeping, switching
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.evaluation import check_best, standing
 from recipes.logs.delivery import Trackers
@@ -180,13 +180,19 @@ def _drive(
                 raise LostWorker(lost.stage, lost.cause, folder.how_to_continue()) from lost
             restarts += 1
             folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
+            setup = _as_before(setup, folder.checkpoint_values()) if resume else setup
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
 
 
 def _as_before(setup: Setup, values: dict[str, Any]) -> Setup:
-    """Return the setup of a resumed run with `exact` decided as in its checkpoint's `values`."""
+    """Return the setup of a resumed run with keys decided as in its checkpoint's `values`.
+
+    They are `exact` and `trainer.micro_batch_size`, on which the bits of the weights depend.
+    """
+    size = values.get("micro_batch_size", setup.recipe.micro_batch_size)
+    setup = dataclasses.replace(setup, recipe=batching(setup.recipe, size))
     recipe, before = setup.recipe, values.get("exact", setup.recipe.exact)
     if recipe.exact == before:
         return setup
@@ -275,33 +281,32 @@ def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> S
     for line in decided.lines:
         monitor.view.note(line)
     recipe = switching(setup.recipe, decided.resident, decided.overlap, decided.hand_over)
-    recipe = keeping(recipe, decided.keep_unsharded)
+    recipe = batching(keeping(recipe, decided.keep_unsharded), decided.micro_batch_size)
     return dataclasses.replace(setup, recipe=recipe)
 
 
 def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
-    """Decide `cycle.resident`, `cycle.overlap`, `cycle.hand_over` and `trainer.keep_unsharded`.
+    """Decide the keys of the switch, `trainer.keep_unsharded` and `trainer.micro_batch_size`.
 
     On a GPU, a plan decides keys that are auto. For a hosted engine, the plan takes the bytes
-    outside of its tags as `monitor` measures them.
+    outside of its tags as `monitor` measures them, and the trainer already has its micro batch.
     """
+    total = device_bytes(setup.device)
     recipe, cycle, auto = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident == "auto"
     switch = unplanned(recipe)
     overlap = cycle.overlap == "auto" and not recipe.engine.hosted
     hand_over = cycle.hand_over == "auto" and not switch.overlap
-    if setup.device == "cpu" and auto:
+    if total is None and auto:
         stays = recipe.resident_tags()
         why = "a CPU uses host memory, so moving tags gains nothing"
         if not recipe.cluster.colocate:
             why = "no engine shares a device with the trainer (cluster.colocate=false)"
         line = f"stays: {', '.join(stays)}; {why}"
-        return switch._replace(resident=stays, lines=[line])
+        return switch._replace(resident=stays, lines=[line, *switch.lines])
     keep = recipe.trainer.keep_unsharded == "auto" and recipe.regathers
-    if setup.device == "cpu" or not (auto or overlap or hand_over or keep):
+    size = recipe.trainer.micro_batch_size == "auto" and not recipe.engine.hosted
+    if total is None or not (auto or overlap or hand_over or keep or size):
         return switch
-    import torch
-
-    total = torch.cuda.get_device_properties(setup.device).total_memory
     if not (recipe.engine.hosted and auto):
         return plan_apart(folder.path, total, recipe)
     folder.write_outside(monitor.outside())
@@ -310,11 +315,21 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
     return switch._replace(resident=[*switch.resident, CUDA_GRAPH]) if switch.resident else switch
 
 
+def device_bytes(device: str) -> int | None:
+    """Return the bytes of a GPU; None for a CPU, which needs no plan."""
+    if device == "cpu":
+        return None
+    import torch
+
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total
+
+
 def _save(
     folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, int], step: int, drawn: int
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts": prompts, "prompts_drawn": drawn}
-    extra["exact"] = recipe.exact_mode
+    extra |= {"exact": recipe.exact_mode, "micro_batch_size": recipe.micro_batch_size}
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )

@@ -175,8 +175,9 @@ class TrainerSection:
         max_grad_norm: Norm to which larger gradients are scaled down.
         router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts, over all
             tokens of a micro batch; 0: no such loss.
-        micro_batch_size: Sequences of the largest length in a forward and backward pass. Of shorter
-            sequences, a pass takes more, up to the same number of tokens.
+        micro_batch_size: Sequences of the largest length in a pass, or as many tokens of shorter
+            ones; auto: on a GPU beside a native engine, the largest that saves time and fits by the
+            plan; else 4.
         keep_unsharded: Whether unsharded parameters and gradients stay between micro batches: less
             time, more memory; auto: on a GPU where the plan has room, beside a native engine.
         batch_invariant: Whether the bits of the weights must not depend on `micro_batch_size`;
@@ -200,7 +201,7 @@ class TrainerSection:
     beta2: BelowOne = 0.999
     max_grad_norm: Positive = 1.0
     router_aux_loss_coef: PositiveOrZero = 0.0
-    micro_batch_size: Count = 4
+    micro_batch_size: Count | Literal["auto"] = "auto"
     keep_unsharded: bool | Literal["auto"] = "auto"
     batch_invariant: bool = False
     activation_checkpointing: Literal["layers", "mlp", "none"] = "layers"

@@ -27,6 +27,9 @@ VLLM_COLDEST = 0.01
 """Lowest temperature that vLLM uses; it raises lower temperatures to this one."""
 
 
+UNPLANNED_SIZE = 4
+"""The value of `trainer.micro_batch_size=auto` if no plan precedes the trainer."""
+
 Faults = Iterator[tuple[str, str] | tuple[str, str, str]]
 """Key, broken rule and, unless the key's default is the remedy, the remedy."""
 
@@ -119,6 +122,17 @@ class Recipe:
         return math.ceil(self.answers_per_step / self.cluster.size)
 
     @property
+    def answers_per_update(self) -> int:
+        """Return the largest number of answers of one update on a trainer rank."""
+        return math.ceil(self.answers_per_rank / self.loop.mini_batches)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return `trainer.micro_batch_size`; an auto that is not decided yet counts as 4."""
+        size = self.trainer.micro_batch_size
+        return UNPLANNED_SIZE if size == "auto" else size
+
+    @property
     def regathers(self) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
 
@@ -126,8 +140,7 @@ class Recipe:
         """
         if self.engine.hosted:
             return 0
-        batch = math.ceil(self.answers_per_step / self.cluster.size / self.loop.mini_batches)
-        repeated = math.ceil(batch / self.trainer.micro_batch_size) - 1
+        repeated = math.ceil(self.answers_per_update / self.micro_batch_size) - 1
         return repeated * self.updates_per_step
 
     @property
@@ -598,3 +611,10 @@ def keeping(recipe: Recipe, keep: bool) -> Recipe:
     if recipe.trainer.keep_unsharded != "auto":
         return recipe
     return replace(recipe, trainer=replace(recipe.trainer, keep_unsharded=keep))
+
+
+def batching(recipe: Recipe, size: int) -> Recipe:
+    """Return the recipe with `trainer.micro_batch_size` decided, if it is auto."""
+    if recipe.trainer.micro_batch_size != "auto":
+        return recipe
+    return replace(recipe, trainer=replace(recipe.trainer, micro_batch_size=size))

@@ -26,6 +26,7 @@ from recipes.config.recipe import Recipe
 from recipes.errors import DOES_NOT_FIT, RecipeError, shown, writable
 from recipes.logs.run_folder import RunFolder, check_holds_run
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, remedied
+from recipes.planner.micro_batch import UNPLANNED
 from recipes.planner.sizes import GIB
 from recipes.planner.switch_plan import plan_switch
 from recipes.setup.models import describe_random_model, toy_tokenizer
@@ -124,7 +125,10 @@ def unplanned(recipe: Recipe, *lines: str) -> Switch:
     """Return the switch that the recipe's keys name; auto keeps and hands over nothing."""
     cycle, keeps = recipe.cycle, recipe.trainer.keep_unsharded is True
     overlap = [] if cycle.overlap == "auto" else cycle.overlap
-    return Switch(cycle.named, overlap, cycle.hand_over == "always", 0.0, keeps, lines)
+    if recipe.trainer.micro_batch_size == "auto":
+        lines = (*lines, UNPLANNED)
+    decided = cycle.named, overlap, cycle.hand_over == "always", 0.0, keeps
+    return Switch(*decided, recipe.micro_batch_size, lines)
 
 
 PATIENCE = 300.0  # seconds that a run waits for its plan; the largest plans take about 30
@@ -134,11 +138,12 @@ def plan_apart(run_dir: Path, total: int, recipe: Recipe, patience: float = PATI
     """Plan a run in a separate process and return its switch.
 
     The process reads recipe.yaml in the run's folder and writes plan.json there. `total` is the
-    bytes of the GPU, and in `recipe`, `cycle.alias` and `exact` are decided. The lines of the
-    switch name every shortage. If no plan can be made within `patience` seconds, auto decides
-    nothing, and a line gives the reason.
+    bytes of the GPU. In `recipe`, `cycle.alias` and `exact` are decided, and so is the micro batch
+    of a resumed run. The lines of the switch name every shortage. If no plan can be made within
+    `patience` seconds, auto decides nothing, and a line gives the reason.
     """
     decided = [f"cycle.alias={recipe.cycle.alias}", f"exact={shown(recipe.exact)}"]
+    decided.append(f"trainer.micro_batch_size={recipe.trainer.micro_batch_size}")
     words = [str(run_dir / "recipe.yaml"), *decided, "--gpu", str(total)]
     try:
         # -P: do not import a package `recipes` from the working directory.

@@ -138,9 +138,18 @@ class PlannedTrainer(Trainer):
     _leaving: tuple[str, ...] = ()
     _returning: tuple[str, ...] = ()
 
-    def begin(self, rollout: PlannedRollout, keep_unsharded: bool) -> None:
-        """Return to the state of a new trainer beside the given rollout."""
-        self.rollout, self._runtime.keep_unsharded = rollout, keep_unsharded
+    def begin(self, rollout: PlannedRollout, recipe: Recipe) -> None:
+        """Return to the state of a new trainer beside the given rollout.
+
+        The trainer takes micro batch and `trainer.keep_unsharded` of the recipe.
+        """
+        self.rollout = rollout
+        self._runtime.keep_unsharded = recipe.trainer.keep_unsharded is True
+        size = recipe.micro_batch_size
+        self.config = dataclasses.replace(self.config, micro_batch_size=size)
+        if self.critic is not None:
+            config = dataclasses.replace(self.critic.config, micro_batch_size=size)
+            self.critic.config = config
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
         self._offloader.reload()
@@ -169,7 +178,7 @@ class PlannedTrainer(Trainer):
     ) -> _Result:
         scores_itself = batch.old_logprobs is None
         key = method.__name__, tuple(map(len, batch.response_ids)), scores_itself, *how.values()
-        key = *key, self._runtime.keep_unsharded
+        key = *key, self._runtime.keep_unsharded, self.config.micro_batch_size
         return self.saver.planned.once(key, partial(method, batch, **how))
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
@@ -233,7 +242,7 @@ class DryRun:
 def dry_run(
     recipe: Recipe,
     engine: EngineSizes,
-    setup: PlannedSetup,
+    make_setup: Callable[[Recipe], PlannedSetup],
     trainer: PlannedTrainer,
     *,
     room: int,
@@ -241,14 +250,15 @@ def dry_run(
 ) -> DryRun:
     """Run a step of the recipe and return the memory of a later step.
 
-    `setup` and `trainer` come from `planned_trainer`, and one trainer serves any number of runs.
-    The switch of `recipe` is decided; its other keys are the same as in `planned_trainer`. `room`
-    is the bytes of the device for both sides, and `staged` is as in `PlannedRollout`.
+    `make_setup` and `trainer` come from `planned_trainer`, and one trainer serves any number of
+    runs. The switch of `recipe` is decided, and so are its micro batch and
+    `trainer.keep_unsharded`; its other keys are the same as in `planned_trainer`. `room` is the
+    bytes of the device for both sides, and `staged` is as in `PlannedRollout`.
     """
-    rollout, saver = PlannedRollout(engine, staged), trainer.saver
+    setup, rollout, saver = make_setup(recipe), PlannedRollout(engine, staged), trainer.saver
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
     rollout.answered, rollout.peer, trainer.room = trainer.end_overlap, saver, room
-    trainer.begin(rollout, recipe.trainer.keep_unsharded is True)
+    trainer.begin(rollout, recipe)
     monitor = Monitor(RunFolder(setup.model_dir), View())
     monitor.peaks.watch("trainer", saver.take_usage)
     monitor.peaks.watch("rollout", rollout.take_usage)
@@ -331,11 +341,11 @@ def _frozen() -> Iterator[None]:
 @contextlib.contextmanager
 def planned_trainer(
     recipe: Recipe, fields: dict[str, Any], *, prompt_tokens: int, workspace_bytes: int
-) -> Iterator[tuple[PlannedSetup, PlannedTrainer]]:
-    """Build a setup and the recipe's trainer on a planned device, for dry runs with any switch.
+) -> Iterator[tuple[Callable[[Recipe], PlannedSetup], PlannedTrainer]]:
+    """Build the recipe's trainer on a planned device, for dry runs with any switch.
 
-    `fields` is the model's config, and every prompt has `prompt_tokens` tokens. Setup and trainer
-    live inside the block.
+    `fields` is the model's config, and every prompt has `prompt_tokens` tokens. The function makes
+    the setup of a dry run, whose answers depend on its micro batch. Both live inside the block.
     """
     device = PlannedDevice(workspace_bytes)
     if recipe.trainer.optimizer == "adamw_8bit":
@@ -348,18 +358,21 @@ def planned_trainer(
     ):
         tokenizer = toy_tokenizer([])
         describe_random_model(fields, tokenizer, Path(folder))
-        setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
-        config = trainer_config(setup)
+
+        def make_setup(recipe: Recipe) -> PlannedSetup:
+            return _setup(recipe, tokenizer, Path(folder), prompt_tokens)
+
+        config = trainer_config(make_setup(recipe))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         # An exact trainer launches kernels.
-        config = dataclasses.replace(config, exact=False)
+        config = dataclasses.replace(config, exact=False, batch_invariant=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
         trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
         if recipe.exact_mode:
             plan_exact(trainer.model, recipe.trainer.batch_invariant)
-        yield setup, trainer
+        yield make_setup, trainer
 
 
 @contextlib.contextmanager
@@ -379,7 +392,7 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
 
 
 def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:
-    answers = min(2 * recipe.trainer.micro_batch_size, recipe.answers_per_rank)
+    answers = min(2 * recipe.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
     # First, because fewer answers may not fill the mini batches. Two updates stand for any number.

@@ -18,7 +18,7 @@ from memsaver.memory import pinned_arena
 from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.load import explain
-from recipes.config.recipe import Recipe, keeping
+from recipes.config.recipe import Recipe, batching, keeping
 from recipes.errors import RecipeError, shown
 from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
@@ -44,13 +44,14 @@ GUESSED_PROMPT = 64  # tokens of a prompt without a tokenizer at hand
 PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, libraries, CUDA
 # Bytes of a GPU left free for memory that the driver has not cleared and torch cannot use.
 _SPARE = 256 * MIB
+_ERROR = 0.03  # share of a GPU by which a plan may be off
 _WORTH = 0.01  # share of a shortage that a change must be able to free
 _MOST_WAYS = 3  # largest number of changes that a remedy names
 _LARGER_GPUS = "take more or larger GPUs (--gpu)"
 
 
 class Switch(NamedTuple):
-    """A decided switch, and whether the trainer has memory to keep unsharded parameters.
+    """A decided switch, and how the trainer divides and repeats the work of an update.
 
     Attributes:
         resident: Tags that stay on the device.
@@ -58,6 +59,7 @@ class Switch(NamedTuple):
         hand_over: Whether memory that leaves goes to the other side.
         seconds: Exposed seconds of a step, in which only the switch runs.
         keep_unsharded: The decided `trainer.keep_unsharded`.
+        micro_batch_size: The decided `trainer.micro_batch_size`.
         lines: The decisions and their reasons for a reader.
     """
 
@@ -66,6 +68,7 @@ class Switch(NamedTuple):
     hand_over: bool
     seconds: float
     keep_unsharded: bool
+    micro_batch_size: int
     lines: Sequence[str]
 
 
@@ -161,6 +164,11 @@ class MemoryPlan:
         """Return the bytes of the GPU that a stage may take."""
         return self.gpu.total - _SPARE
 
+    @property
+    def sure_room(self) -> int:
+        """Return the bytes that a stage may take by a decision, although a plan is not exact."""
+        return self.room - int(_ERROR * self.gpu.total)
+
     def as_json(self) -> dict[str, Any]:
         """Return the content of plan.json; only used_bytes include contexts."""
         names = ("devices", "fits", "needs", "kv_tokens", "most_kv_tokens", "outside")
@@ -181,10 +189,11 @@ def planning(
     prompt_tokens: int | None = None,
     fields: Mapping[str, Any] | None = None,
     outside: int | None = None,
-) -> Iterator[Callable[[Recipe], MemoryPlan]]:
+) -> Iterator[tuple[Callable[[Recipe], MemoryPlan], int]]:
     """Yield a function from the recipe with any decided switch (`switching`) to its plan.
 
-    The recipe may also have any `trainer.keep_unsharded`.
+    The recipe may also have any `trainer.keep_unsharded` and any micro batch. The number beside the
+    function is the elements of the longest sequence's hidden states: its tokens times their width.
 
     Args:
         recipe: A recipe whose `cycle.alias` is decided.
@@ -210,16 +219,16 @@ def planning(
     own = _trainer_gpu(recipe, card, half)
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
-    context = getattr(meta_model(model).config, "max_position_embeddings", None)
-    check_context(recipe, prompt_tokens, context)
+    config = meta_model(model).config
+    check_context(recipe, prompt_tokens, getattr(config, "max_position_embeddings", None))
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
     beside = sizes if cluster.colocate else NO_ENGINE  # what shares a GPU with the trainer
     given = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
-    with planned_trainer(recipe, model, **given) as (setup, trainer):
+    with planned_trainer(recipe, model, **given) as (make_setup, trainer):
 
         def plan(decided: Recipe) -> MemoryPlan:
             room = own.total - own.contexts
-            run = dry_run(decided, beside, setup, trainer, room=room, staged=staged)
+            run = dry_run(decided, beside, make_setup, trainer, room=room, staged=staged)
             stages, host_bytes = _of_device_and_host(run, decided, own, sizes)
             awake = () if not cluster.apart else always_awake(sizes, half + engine_group(recipe))
             pools = [*stages, *awake]
@@ -244,7 +253,8 @@ def planning(
             )
             return dataclasses.replace(plan, shortages=_shortages(plan, decided, prompt_tokens))
 
-        yield plan
+        width = config.get_text_config().hidden_size
+        yield plan, width * (prompt_tokens + recipe.sampling.max_tokens)
 
 
 def _of_device_and_host(
@@ -390,7 +400,7 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
     """
     cycle, trainer, answer = recipe.cycle, recipe.trainer, recipe.sampling.max_tokens
     held = Counter({**stage.tags, "torch": stage.torch.get("trainer", 0)})  # 0 for absent tags
-    batch = min(trainer.micro_batch_size, recipe.answers_per_rank)
+    batch = min(recipe.micro_batch_size, recipe.answers_per_rank)
     # The batch that would fit if torch held nothing else.
     fitting = max(1, int(batch * (1 - missing / max(held["torch"], missing))))
     ranks = recipe.engine.tensor_parallel_size
@@ -475,7 +485,8 @@ def _with_switch(recipe: Recipe, switch: Switch | None) -> Recipe:
     """Return the recipe with auto replaced by the decisions of a switch."""
     assert switch is not None
     decided = {"resident": switch.resident, "overlap": switch.overlap}
-    recipe, absent = keeping(recipe, switch.keep_unsharded), recipe.absent_tags()
+    recipe = batching(keeping(recipe, switch.keep_unsharded), switch.micro_batch_size)
+    absent = recipe.absent_tags()
     for name, tags in decided.items():
         if getattr(recipe.cycle, name) == "auto":
             present = [tag for tag in tags if tag not in absent]

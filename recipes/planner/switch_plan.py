@@ -1,6 +1,10 @@
-"""Decisions of a plan: which tags stay on the device over the switch, and what the trainer keeps.
+"""Decisions of a plan: the micro batch, which tags stay on the device, what the trainer keeps.
 
-`plan_switch` takes the cheapest choice that fits.
+`plan_switch` decides in this order. First the micro batch (`micro_batch.py`), as if all tags left
+that may and the trainer gathered parameters for each micro batch. For a larger one, only tags can
+leave that an update does not need, such as the engine's, and more micro batches cost more time.
+Then the tags: the cheapest switch that fits. Then `trainer.keep_unsharded`. If it is false, passes
+that are large enough for kernels may become larger, if that saves more gathers than it costs.
 """
 
 import dataclasses
@@ -11,13 +15,13 @@ from typing import Any
 
 from memsaver.errors import format_bytes
 from recipes.config.models import SAVED
-from recipes.config.recipe import Recipe, keeping, switching
+from recipes.config.recipe import UNPLANNED_SIZE, Recipe, batching, keeping, switching
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, planning
+from recipes.planner.micro_batch import UNPLANNED, choose_size, reason, sizes_to_try
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
 from trainer_bridge.tags import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
-_ERROR = 0.03  # share of the GPU by which a plan may be off
 # Seconds, measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again; to cast, copy
 # and compare a GiB of weights; and for the messages of a sync.
 _REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
@@ -35,7 +39,8 @@ def plan_switch(
 ) -> MemoryPlan:
     """Plan a recipe and decide its keys that are auto.
 
-    They are `cycle.resident`, `cycle.overlap`, `cycle.hand_over` and `trainer.keep_unsharded`.
+    They are `cycle.resident`, `cycle.overlap`, `cycle.hand_over`, `trainer.micro_batch_size` and
+    `trainer.keep_unsharded`.
 
     Args:
         recipe: A recipe whose `cycle.alias` is decided.
@@ -44,8 +49,54 @@ def plan_switch(
         **how: Options of `planning`.
     """
     recipe, card = placed(recipe, gpu)
-    with planning(recipe, name, card, **how) as plan:
-        return _decided(recipe, plan)
+    with planning(recipe, name, card, **how) as (make_plan, elements):
+        if recipe.trainer.micro_batch_size != "auto":
+            return _decided(recipe, make_plan)
+        if recipe.engine.hosted:
+            return _with_line(_decided(batching(recipe, UNPLANNED_SIZE), make_plan), UNPLANNED)
+        return _with_size_decided(recipe, make_plan, elements)
+
+
+def _with_size_decided(
+    recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan], elements: int
+) -> MemoryPlan:
+    answers = recipe.answers_per_update
+
+    def planned(size: int) -> MemoryPlan:
+        return make_plan(_with_named_tags(batching(keeping(recipe, False), size)))
+
+    def decided(size: int) -> tuple[float, MemoryPlan]:
+        """Return the plan, and its seconds that depend on the size."""
+        sized = batching(recipe, size)
+        plan = _decided(sized, make_plan)
+        assert plan.switch is not None
+        repeated = 0 if plan.switch.keep_unsharded else _gathering(plan, sized)
+        return plan.switch.seconds + repeated, plan
+
+    sizes = sizes_to_try(answers, elements)
+    size = choose_size(sizes, planned)
+    seconds, plan = decided(size)
+    line = reason(size, sizes, answers)
+    assert plan.switch is not None
+    if size == sizes[-1] < answers and not plan.switch.keep_unsharded:
+        sizes = [size, *(more for more in sizes_to_try(answers) if more > size)]
+        larger = choose_size(sizes, planned)
+        cost, other = decided(larger)
+        if other.fits and cost <= seconds:
+            plan, line = other, reason(larger, sizes, answers)
+    return _with_line(plan, line)
+
+
+def _with_line(plan: MemoryPlan, line: str) -> MemoryPlan:
+    assert plan.switch is not None
+    return dataclasses.replace(plan, switch=plan.switch._replace(lines=(*plan.switch.lines, line)))
+
+
+def _with_named_tags(recipe: Recipe) -> Recipe:
+    """Return the recipe with its switch decided: tags stay and overlap only if keys name them."""
+    cycle = recipe.cycle
+    overlap = [] if cycle.overlap == "auto" else cycle.overlap
+    return switching(recipe, cycle.named, overlap, hand_over=cycle.hand_over != "never")
 
 
 def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
@@ -56,7 +107,7 @@ def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> Memor
         return plan
     kept = _with_switch_decided(keeping(recipe, True), make_plan)
     assert plan.switch is not None and kept.switch is not None
-    fits = kept.fits and kept.peak.device_bytes <= _most(kept)
+    fits = kept.fits and kept.peak.device_bytes <= kept.sure_room
     return kept if fits and kept.switch.seconds < plan.switch.seconds + gain else plan
 
 
@@ -74,7 +125,7 @@ def _may_keep(plan: MemoryPlan, recipe: Recipe) -> bool:
     gathered = recipe.cluster.size * _sizes(plan).get(PARAMS, 0) // 2
     update = next(stage for stage in plan.stages if stage.stage == "update_actor")
     tags = update.tags.get(PARAMS, 0) + update.tags.get(OPTIM, 0)
-    return tags + update.torch["trainer"] + update.contexts + gathered <= _most(plan)
+    return tags + update.torch["trainer"] + update.contexts + gathered <= plan.sure_room
 
 
 def _with_switch_decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
@@ -88,7 +139,7 @@ def _with_switch_decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPla
         overlap = [tag for tag in leaving if tag in TRAINED]
     if overlap and (offloaded.fits or wish.overlap == overlap):
         overlapped = make_plan(switching(recipe, resident, overlap))
-        if wish.overlap == overlap or overlapped.peak.device_bytes <= _most(overlapped):
+        if wish.overlap == overlap or overlapped.peak.device_bytes <= overlapped.sure_room:
             # The engine allocates its whole pool at the start, so the whole pool must fit.
             kinds = offloaded.shortages.items()
             whole = {kind: shortage for kind, shortage in kinds if kind == "engine"}
@@ -109,7 +160,7 @@ def decide(plan: MemoryPlan, recipe: Recipe) -> tuple[str, ...]:
     The plan is that of the recipe with `cycle.resident` empty.
     """
     tags = list(_sizes(plan))
-    most = _most(plan)
+    most = plan.sure_room
     choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
     fitting = [resident for resident in choices if _peak(plan, resident)[1] <= most]
     # Among choices of the same cost, more resident tags mean fewer calls.
@@ -161,7 +212,8 @@ def describe(
     if recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
         lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
     resident = tuple(tag for tag in sizes if tag in resident)
-    return Switch(resident, overlap, hand_over, seconds, keeps, tuple(lines))
+    size = recipe.micro_batch_size
+    return Switch(resident, overlap, hand_over, seconds, keeps, size, tuple(lines))
 
 
 def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
@@ -171,10 +223,6 @@ def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
         return f"handed over: {size} to the other side, {less} than through the driver"
     least = f"a hand-over gains above {_BREAK_EVEN / GIB:.1f} GiB"
     return f"through the driver: handing {size} over would take {change} more; {least}"
-
-
-def _most(plan: MemoryPlan) -> int:
-    return plan.room - int(_ERROR * plan.gpu.total)
 
 
 def _leaving(plan: MemoryPlan, resident: Collection[str]) -> list[str]:

@@ -31,8 +31,12 @@ LIKE_ANOTHER |= {"qwen3-30b-a3b-8xh200", "qwen3-30b-a3b-cut"}
     ],
 )
 def test_recipe_fits_its_gpus(file: Path) -> None:
-    # A recipe that fits with every tag offloaded fits with its decided switch (test_switch.py).
-    plan = plan_of(recipes.load(file, ["cycle.resident=[]"]), file.stem, gpu=None)
+    # A recipe that fits with every tag offloaded fits with its decided switch (test_switch.py), and
+    # one that fits with single sequences fits with its decided micro batch (test_micro_batch.py).
+    words, recipe = ["cycle.resident=[]"], recipes.load(file)
+    if recipe.trainer.micro_batch_size == "auto":
+        words.append("trainer.micro_batch_size=1")
+    plan = plan_of(recipes.load(file, words), file.stem, gpu=None)
     assert plan.fits, plan.needs
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
 
@@ -46,7 +50,11 @@ def test_staged_wake_up_of_32b_leaves_room_for_a_larger_pool(
     """Compare wake-ups: at 0.8 of the device, an unstaged one runs out of memory in the sync."""
     recipe = recipes.load(
         PLANS / "qwen2.5-32b-8xh100.yaml",
-        ["cycle.resident=[]", f"engine.mem_fraction_static={fraction}"],
+        [
+            "cycle.resident=[]",
+            "trainer.micro_batch_size=1",
+            f"engine.mem_fraction_static={fraction}",
+        ],
     )
     plan = plan_of(recipe, "32b", gpu="h100-80gb:8", staged=staged)
     fits = {stage.stage: stage.device_bytes <= plan.room for stage in plan.stages}

@@ -87,6 +87,7 @@ def test_plan_is_at_most_3_percent_above_and_1_percent_below_measurements(
 def test_plan_of_forced_overlap_equals_measurement() -> None:
     """Compare with 31.9 GiB on two H200 (docs/benchmarks.md)."""
     words = ["cluster.n_gpus_per_node=2", "engine.mem_fraction_static=0.92", "driver=ray"]
+    words += ["trainer.micro_batch_size=2"]
     plan = plan_of(recipes.load(PLANS / "qwen2.5-7b-h200.yaml", words), "forced", gpu=None)
     assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
     sleep = next(stage for stage in plan.stages if stage.stage == "sleep")
@@ -111,6 +112,7 @@ def test_plan_of_a_trainer_alone_on_its_gpu_equals_measurement() -> None:
     """Compare with the 25.83 GiB that torch held after updates on one H100."""
     words = [*APART, "cluster.n_gpus_per_node=1", "grpo.prompts_per_step=16"]
     words += ["trainer.optimizer=adamw_8bit", "trainer.dtype=bfloat16", "sampling.max_tokens=512"]
+    words += ["trainer.micro_batch_size=4"]
     recipe = recipes.load(PLANS / "qwen2.5-7b-8xh100.yaml", words)
     plan = plan_of(recipe, "apart", gpu="h100-80gb")
     (update,) = (stage for stage in plan.stages if stage.stage == "update_actor")

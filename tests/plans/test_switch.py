@@ -21,6 +21,7 @@ from recipes.config.models import CycleSection
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.command import plan_apart, plan_of
 from recipes.planner.memory_plan import MemoryPlan, Switch
+from recipes.planner.micro_batch import UNPLANNED
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
 from recipes.planner.switch_plan import decide, describe
@@ -219,7 +220,9 @@ def test_plan_apart_returns_switch_and_shortages_in_any_working_directory(
     recipe = recipes.load(FEW[0], [*FEW[1:], *long])
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
     recipe = replace(recipe, cycle=replace(recipe.cycle, alias="always"))
+    recipe = replace(recipe, trainer=replace(recipe.trainer, micro_batch_size=2))  # resumed
     decided = plan_apart(tmp_path, 80 * GIB, recipe)
+    assert decided.micro_batch_size == 2
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["switch"]["resident"] == decided.resident and "optim" in decided.resident
     assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
@@ -285,7 +288,13 @@ def test_run_with_hosted_engine_is_planned_with_its_measurement(
             False,
         ),
         ("cycle.resident=[optim] cycle.hand_over=never", True),
+        ("cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=auto", True),
         ("engine.kind=vllm cycle.resident=[optim] cycle.hand_over=never", False),
+        (
+            "engine.kind=vllm cycle.resident=[optim] cycle.hand_over=never "
+            "trainer.micro_batch_size=auto",
+            False,
+        ),
         ("engine.kind=vllm cycle.resident=[optim]", True),
     ],
 )
@@ -306,6 +315,9 @@ def test_run_is_planned_only_if_a_key_of_its_switch_is_auto(
     else:
         assert decided.resident == (recipe.resident_tags() if not words else ["optim"])
         assert not decided.hand_over
+        auto = recipe.trainer.micro_batch_size == "auto"
+        assert decided.micro_batch_size == (4 if auto else recipe.trainer.micro_batch_size)
+        assert (UNPLANNED in decided.lines) == auto
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
+from recipes.config.recipe import Recipe, batching
+from recipes.logs.run_folder import RunFolder
+from recipes.planner.command import unplanned
+from recipes.planner.memory_plan import Switch
 from recipes.run import start_run
 from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied
@@ -90,3 +94,22 @@ def test_actor_that_cannot_be_created_is_not_restarted(
         "memsaver: build failed: ActorDied: the rollout actor could not be made"
     )
     assert not (tmp_path / "run" / "restarts.jsonl").exists()
+
+
+def test_restarted_run_keeps_the_micro_batch_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the plan of the restart choose another size."""
+    sizes = iter([8, 16])
+
+    def plan(folder: Path, total: int, recipe: Recipe) -> Switch:
+        return unplanned(batching(recipe, next(sizes)))
+
+    monkeypatch.setattr("recipes.run.device_bytes", lambda device: 1)
+    monkeypatch.setattr("recipes.run.plan_apart", plan)
+    lose_trainer(monkeypatch, 3)
+    words = [*SMALL, "steps=4", "eval.every=0", "checkpoint.every=2", "checkpoint.max_restarts=1"]
+    folder = start_run("tiny", [*words, "trainer.micro_batch_size=auto"], tmp_path / "run")
+    assert (folder / "restarts.jsonl").exists() and next(sizes, None) is None
+    values = RunFolder(folder).checkpoint_values()
+    assert (values["step"], values["micro_batch_size"]) == (4, 8)
