@@ -5,9 +5,9 @@ or passes them on through the target's handle. Replicas on one machine get the s
 their owners take turns to receive it, and the receiver writes it into the pages of all of them.
 
 All ranks know the order of the rounds. In round (step, n) each rank sends its n-th message for the
-rank `step` places after it, and receives a message from the rank `step` places before it. A rank has
-two buffers per direction. It posts a message before it waits for the one before, so that a message
-always is in flight, and packs and unpacks others meanwhile.
+rank `step` places after it, and receives a message from the rank `step` places before it. A rank
+has two buffers per direction. It posts a message before it waits for the one before, so that one is
+always in flight, and packs and unpacks others meanwhile.
 
     pack n+1 | post n+1 | wait for n | unpack n
 
