@@ -50,7 +50,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, impl: str = "auto") -> N
     """Add grad.T @ x to `total`, fp32 [N, K], with a row stride.
 
     `grad` [T, N] and `x` [T, K] have one dtype, and T is a multiple of `STEP`. Several calls with
-    parts of the tokens have the bits of one call.
+    parts of the tokens have the bits of one call, on the CPU and by Triton.
     """
     assert len(x) % STEP == 0 and total.dtype == torch.float32 and total.stride(1) == 1
     if use_triton(impl, x.device):  # type: ignore[arg-type]

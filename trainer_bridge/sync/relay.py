@@ -5,11 +5,11 @@ or passes them on through the target's handle. Replicas on one machine get the s
 their owners take turns to receive it, and the receiver writes it into the pages of all of them.
 
 All ranks know the order of the rounds. In round (step, n) each rank sends its n-th message for the
-rank `step` places after it, and receives a message from the rank `step` places before it. A rank
-has two buffers per direction. It posts a message before it waits for the one before, so that one is
-always in flight, and packs and unpacks others meanwhile.
+rank `step` places after it, and receives a message from the rank `step` places before it. So a rank
+has at most one message in flight in each direction. It has two buffers per direction, and packs the
+next message and unpacks the last one during the transfer.
 
-    pack n+1 | post n+1 | wait for n | unpack n
+    pack n+1 | wait for n | post n+1 | unpack n
 
 If packing or unpacking fails on a rank, the rank still takes part in all exchanges and raises its
 error afterwards, so that other ranks need not wait for a timeout. The bytes are never served.
@@ -139,7 +139,7 @@ def obstacles(place: str, plan: SyncPlan) -> dict[int, str]:
 
 
 class Wire:
-    """A connection of ranks that exchange messages, of which at most two are in flight each way.
+    """A connection of ranks that exchange one message at a time in each direction.
 
     It uses NCCL if each rank has its own GPU and no message ends at a target's handle, else gloo.
     Ranks that exchange messages make the same exchanges in the same order.
@@ -383,8 +383,8 @@ class Relay:
         wait = self._exchanges[0].post()
         for exchange, following in pairwise(self._exchanges):
             self._try(partial(following.pack, factors))
-            wait, wait_for_last = following.post(), wait
-            wait_for_last()
+            wait()
+            wait = following.post()
             self._try(partial(exchange.unpack, pages))
         if self._into[0].stage.is_cuda:  # the leases of the pages end next
             torch.cuda.current_stream(self._into[0].stage.device).synchronize()
