@@ -189,11 +189,13 @@ def _drive(
 def _as_before(setup: Setup, values: dict[str, Any]) -> Setup:
     """Return the setup of a resumed run with keys decided as in its checkpoint's `values`.
 
-    They are `exact` and `trainer.micro_batch_size`, on which the bits of the weights depend.
+    They are `exact`, `trainer.micro_batch_size` and `trainer.keep_unsharded`, on which the bits of
+    the weights depend.
     """
     size = values.get("micro_batch_size", setup.recipe.micro_batch_size)
-    setup = dataclasses.replace(setup, recipe=batching(setup.recipe, size))
-    recipe, before = setup.recipe, values.get("exact", setup.recipe.exact)
+    recipe = keeping(batching(setup.recipe, size), values.get("keep_unsharded", False))
+    setup = dataclasses.replace(setup, recipe=recipe)
+    before = values.get("exact", recipe.exact)
     if recipe.exact == before:
         return setup
     why = "" if before else "was off until the checkpoint"
@@ -330,6 +332,7 @@ def _save(
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts": prompts, "prompts_drawn": drawn}
     extra |= {"exact": recipe.exact_mode, "micro_batch_size": recipe.micro_batch_size}
+    extra["keep_unsharded"] = recipe.trainer.keep_unsharded is True
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )

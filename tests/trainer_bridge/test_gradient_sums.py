@@ -17,7 +17,7 @@ from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
 from tests.helpers.models import save_tiny
 from tests.helpers.trainer_bridge.states import assert_same_bits
-from trainer_bridge import SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, SequenceBatch, Trainer
 from trainer_bridge.ops.gradient_sums import STEP, add_embeddings, add_product, add_rows
 
 DTYPES = some(torch.bfloat16, whole=[torch.float16])
@@ -28,13 +28,15 @@ DIVISIONS = some(
     whole=[(300, 520, (0, 7, 12)), (128, 256, (0, 2, 3, 9))],
 )
 LENGTHS = (61, 33, 1, 16, 47, 5, 40)
+BF16 = {"param_dtype": "bfloat16"}
+OTHER_MODELS = {"reference": True, "critic": CriticConfig()}
 CASES = some(
     ("llama", {"tie_word_embeddings": True}, {}),
-    ("qwen2", {}, {"param_dtype": "bfloat16", "activation_checkpointing": "mlp"}),
+    ("qwen2", {}, {**BF16, "activation_checkpointing": "mlp", **OTHER_MODELS}),
     whole=[
         ("qwen2", {"tie_word_embeddings": True}, {"exact_ranks": 2}),
         ("qwen3", {}, {"activation_checkpointing": "layers"}),
-        ("mistral", {"sliding_window": 13}, {"param_dtype": "bfloat16"}),
+        ("mistral", {"sliding_window": 13}, BF16),
     ],
 )
 

@@ -2,7 +2,8 @@
 
 On a GPU, forward runs the engine's kernels, and backward is deterministic. On the CPU, autograd
 differentiates the engine's torch reference of norms and attention. Products of forward need
-`engine_products` around them; those of backward are the library's, in any number of parts.
+`engine_products` around them. Those of backward are the library's, in any number of parts, unless
+the gradients of weights are added to `gradient_sums.Totals`.
 """
 
 import contextlib

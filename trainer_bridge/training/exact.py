@@ -20,6 +20,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops import exact
 from trainer_bridge.ops.gradient_sums import totals_of
 from trainer_bridge.ops.token_scores import ScoringHead, slice_widths, summed_widths
+from trainer_bridge.training.gradient_totals import token_step
 from trainer_bridge.training.lora import expert_layers
 from trainer_bridge.training.moe import Routed, expert_routers
 from trainer_bridge.training.packing import Packing
@@ -136,6 +137,11 @@ def _ranks_of(layer: str, exact_ranks: int) -> int:
 def forward_products(model: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return a context for an exact model's forward passes, whose products are the engine's."""
     return exact.engine_products(device) if is_exact(model) else contextlib.nullcontext()
+
+
+def backward_products(model: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context for backward passes; products are the engine's if gradients have totals."""
+    return exact.engine_products(device) if token_step(model) > 1 else contextlib.nullcontext()
 
 
 def recomputation(config: TrainerConfig) -> dict[str, Any]:

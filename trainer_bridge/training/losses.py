@@ -1,6 +1,5 @@
 """Passes of a model over a batch on all ranks: scores, and gradients of the losses."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,7 +13,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.training.device import Runtime
-from trainer_bridge.training.exact import forward_products
+from trainer_bridge.training.exact import backward_products, forward_products
 from trainer_bridge.training.gradient_totals import token_step
 from trainer_bridge.training.model import keep_unsharded, whole_pass
 from trainer_bridge.training.moe import load_balance, replay
@@ -192,8 +191,7 @@ def policy_gradient(
         if balance is not None and len(logprobs):
             total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
-        invariant = token_step(model) > 1
-        with forward_products(model, total.device) if invariant else contextlib.nullcontext():
+        with backward_products(model, total.device):
             (total * (scale * world)).backward()
     with torch.no_grad():
         kl = k3(log_ratio).sum()

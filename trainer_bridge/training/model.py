@@ -84,7 +84,7 @@ def build_model(
     """
     check_directory(config.model_dir)
     if tag != PARAMS:  # only the policy's forward is compared
-        config = dataclasses.replace(config, exact=False)
+        config = dataclasses.replace(config, exact=False, batch_invariant=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
     if value_head := tag == CRITIC:
@@ -103,7 +103,7 @@ def build_model(
         for param in model.parameters():
             param.grad_dtype = torch.float32  # read by FSDP's lazy initialization
     _finish_fsdp(model, saver, tag)
-    if config.batch_invariant and config.exact:
+    if config.batch_invariant:
         total_gradients(model)
     runtime.make_buffers(model)
     if config.optimizer_offload:

@@ -172,11 +172,11 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     capsys: pytest.CaptureFixture[str],
     no_pictures: None,
 ) -> None:
-    """Plan CPU runs for a GPU's limit; all of an update fits in the limit of the resumed one.
+    """Plan CPU runs for a GPU's limit; that of the resumed one would choose 2, and keep nothing.
 
     The plans are made in this process, which takes less time than another process.
     """
-    updates, update = list[tuple[int, int]](), Trainer.update_actor
+    updates, update = list[tuple[int, bool, int]](), Trainer.update_actor
 
     def watched(self: Trainer, batch: Any) -> dict[str, float]:
         if isinstance(self, PlannedTrainer):
@@ -188,11 +188,12 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
         for event in profile.profiler.kineto_results.events():
             held += event.nbytes() if event.name() == "[memory]" else 0
             peak = max(peak, held)
-        updates.append((self.config.micro_batch_size, peak + sum(self.take_usage().tags.values())))
+        used = peak + sum(self.take_usage().tags.values())
+        updates.append((self.config.micro_batch_size, self.config.keep_unsharded, used))
         return figures
 
     monkeypatch.setattr(Trainer, "update_actor", watched)
-    limits, plans = iter([LIMIT, 4 * GIB]), list[MemoryPlan]()
+    limits, plans = iter([LIMIT, 2700 * MIB]), list[MemoryPlan]()
 
     def plan_here(folder: Path, total: int, recipe: Recipe) -> Switch:
         plan = plan_of(recipe, "run", gpu=str(total))
@@ -207,6 +208,6 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     assert "micro batch: 8 sequences; 16 do not fit" in capsys.readouterr().out
     continue_run(tmp_path / "run", None, ["steps=2"])
     assert "\nmicro batch: " not in capsys.readouterr().out
-    assert [size for size, _ in updates] == [8, 8]
-    assert [plan.gpu.total for plan in plans] == [LIMIT, 4 * GIB]
-    assert all(nbytes + plans[0].gpu.contexts <= LIMIT for _, nbytes in updates)
+    assert [decided for *decided, _ in updates] == [[8, True]] * 2
+    assert [plan.gpu.total for plan in plans] == [LIMIT, 2700 * MIB]
+    assert all(nbytes + plans[0].gpu.contexts <= LIMIT for *_, nbytes in updates)
