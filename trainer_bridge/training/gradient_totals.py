@@ -63,6 +63,7 @@ def add_totals(model: Any, groups: Iterable[Any]) -> None:
     """
     embedding = model.get_input_embeddings()
     embedding.forward = partial(_embed, embedding)
+    model.token_step = STEP
     tied = embedding.weight is model.get_output_embeddings().weight
     for group in groups:
         for param in group.fsdp_params:
@@ -84,7 +85,7 @@ def _embed(embedding: nn.Embedding, ids: Tensor) -> Tensor:
 
 def token_step(model: Any) -> int:
     """Return the number of tokens, of which each sequence of a micro batch must have a multiple."""
-    return STEP if totals_of(model.get_input_embeddings()) else 1
+    return getattr(model, "token_step", 1)
 
 
 def free_totals(param: Any) -> None:
