@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
 from tests.helpers.models import save_tiny
 from tests.helpers.trainer_bridge.states import assert_same_bits
-from trainer_bridge import CriticConfig, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.ops.gradient_sums import STEP, add_embeddings, add_product, add_rows
+from trainer_bridge.training.batch import dispatch, lay_out
 
 DTYPES = some(torch.bfloat16, whole=[torch.float16])
 # outputs, inputs, and the steps at which the tokens are divided
@@ -105,6 +106,34 @@ def random_batch(words: int) -> SequenceBatch:
         advantages=[rng.uniform(-1, 1) for _ in answers],
         temperature=0.8,
     )
+
+
+def test_batch_invariant_trainer_needs_exact_kept_parameters_and_no_experts(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    for changes in ({"exact": True}, {"keep_unsharded": True}):
+        with pytest.raises(ValueError, match="True: needs exact and keep_unsharded"):
+            TrainerConfig(model_path="model", batch_invariant=True, **changes)
+    save_tiny(tmp_path, "qwen3_moe")
+    with pytest.raises(ValueError, match="batch_invariant is for models without experts"):
+        make_trainer(str(tmp_path), exact=True, keep_unsharded=True, batch_invariant=True)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_order_of_sequences_does_not_depend_on_micro_batches(world: int) -> None:
+    batch, orders = random_batch(199), set()
+    for size in range(1, len(LENGTHS) + 1):
+        shares = [
+            dispatch(batch, rank, world, size, packed=True, step=STEP) for rank in range(world)
+        ]
+        orders.add(str([[*chain(*chunks)] for chunks in shares]))
+        micro = lay_out(batch, shares[0][0], torch.device("cpu"), size, packed=True, step=STEP)
+        assert micro.packing is not None and micro.slots is not None
+        assert not any(length % STEP for length in (*micro.packing.lengths, micro.num_slots))
+        starts = [0, *accumulate(-(-count // STEP) * STEP for count in micro.counts)]
+        expected = [range(s, s + n) for s, n in zip(starts, micro.counts, strict=False)]
+        assert micro.slots.tolist() == [*chain(*expected)]
+    assert len(orders) == 1
 
 
 @pytest.mark.parametrize(("kind", "overrides", "changes"), CASES)
