@@ -85,6 +85,12 @@ def test_dispatch_gives_all_ranks_equal_numbers_of_chunks(
         assert packed or len(steps[0]) == size or steps[0] is shares[0][-1]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_batch_without_sequences_has_no_chunks(packed: bool) -> None:
+    empty = SequenceBatch(prompt_ids=[], response_ids=[])
+    assert dispatch(empty, 0, 2, 3, packed=packed) == []
+
+
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 20))
 def test_packed_micro_batches_have_few_sizes_and_fullest_comes_first(

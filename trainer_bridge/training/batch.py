@@ -209,7 +209,7 @@ def dispatch(
         return [own_rows[first : first + size] for first in range(0, len(own_rows), size)]
     # The longest sequence among the ranks at each position. Rank 0 never has a filler.
     longest = [lengths[row] for row in order[::world]]
-    return _fill(own_rows, longest, size * max(lengths), in_order=step > 1)
+    return _fill(own_rows, longest, size * round_up(batch.max_length, step), in_order=step > 1)
 
 
 def _fill(
@@ -255,15 +255,15 @@ def lay_out(
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
-    filled = [-(len(p) + len(r)) % step for p, r in zip(prompts, responses, strict=True)]
+    tails = [[0] * (-(len(p) + len(r)) % step) for p, r in zip(prompts, responses, strict=True)]
     if packed:
         unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), max(_ALIGNED, step))
-        if spare := -(sum(map(len, chain(prompts, responses))) + sum(filled)) % unit:
-            rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
-            filled.append(0)
-    counts, parts = tuple(map(len, responses)), (prompts, responses, [[0] * n for n in filled])
-    lengths = tuple(sum(map(len, each)) for each in zip(*parts, strict=True))
-    tokens = chain.from_iterable(chain.from_iterable(zip(*parts, strict=True)))
+        if spare := -sum(map(len, chain(prompts, responses, tails))) % unit:
+            rows, prompts = [*rows, -1], [*prompts, [0] * spare]
+            responses, tails = [*responses, []], [*tails, []]
+    counts, parts = tuple(map(len, responses)), [*zip(prompts, responses, tails, strict=True)]
+    lengths = tuple(sum(map(len, each)) for each in parts)
+    tokens = chain.from_iterable(chain.from_iterable(parts))
     values = np.fromiter(tokens, np.int64, sum(lengths))
     sizes = np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
@@ -288,9 +288,10 @@ def lay_out(
         "target": values[answered],
         "real": laid(np.array(rows)[sequence] >= 0),
     }
+    slots = [round_up(count, step) for count in counts]
     if step > 1:
-        ends = np.cumsum([round_up(count, step) for count in counts])
-        arrays["slots"] = (place - begin + np.array([0, *ends[:-1]])[sequence])[answered]
+        starts = np.cumsum([0, *slots[:-1]])
+        arrays["slots"] = (place - begin + starts[sequence])[answered]
     if packed:
         arrays["bounds"] = np.array([0, *accumulate(lengths)], np.int32)
         arrays["position_ids"] = place[None]
@@ -304,8 +305,9 @@ def lay_out(
     if packed:
         bounds, position_ids = tensors.pop("bounds"), tensors.pop("position_ids")
         packing = Packing(lengths, bounds, position_ids, undivided=step > 1)
-    slots = sum(round_up(count, step) for count in counts)
-    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, num_slots=slots, **tensors)
+    return MicroBatch(
+        rows=tuple(rows), counts=counts, packing=packing, num_slots=sum(slots), **tensors
+    )
 
 
 def _routed(
