@@ -19,7 +19,7 @@ _TILES: dict[int, dict[str, Any]] = {
     64: {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
     128: {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
 }
-_GROUP = 8  # tiles of rows that are computed together, because they share weights
+GROUP = 8  # tiles of rows that are computed together, because they share weights
 
 
 def chain_product(
@@ -48,10 +48,26 @@ def chain_product(
             _chain[(programs,)](
                 x, weight, bias, out, rows, columns, depth,
                 x.stride(0), weight.stride(0), out.stride(0),
-                BLOCK_M=height, GROUP=_GROUP, EVEN=depth % tile["BLOCK_K"] == 0,
+                BLOCK_M=height, GROUP=GROUP, EVEN=depth % tile["BLOCK_K"] == 0,
                 WIDE=not x.is_cuda, **tile,
             )  # fmt: skip
     return out
+
+
+@triton.jit
+def tile_of(  # type: ignore[no-untyped-def]
+    program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return rows [BLOCK_M] and columns [BLOCK_N] of a program's tile; some may be past the end.
+
+    Programs go column by column for GROUP rows of tiles, then for the next GROUP.
+    """
+    in_group = GROUP * tl.cdiv(columns, BLOCK_N)
+    first = program // in_group * GROUP
+    height = tl.minimum(tl.cdiv(rows, BLOCK_M) - first, GROUP)
+    row = (first + program % in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = program % in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row, column
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,15 +78,10 @@ def _chain(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute a tile of `chain_product`.
 
-    Programs: (tile), column by column for GROUP rows of tiles, then for the next GROUP. WIDE is for
-    the interpreter, whose fp32 sums depend on the tile: sums are fp64, rounded to fp32.
+    Programs: (tile), see `tile_of`. WIDE is for the interpreter, whose fp32 sums depend on the
+    tile: sums are fp64, rounded to fp32.
     """
-    program = tl.program_id(0)
-    in_group = GROUP * tl.cdiv(columns, BLOCK_N)
-    first = program // in_group * GROUP
-    height = tl.minimum(tl.cdiv(rows, BLOCK_M) - first, GROUP)
-    row = (first + program % in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = program % in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, column = tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
     # lanes past the end repeat the last row or column, and are not stored
     source = tl.minimum(row, rows - 1).to(tl.int64)
     words = tl.minimum(column, columns - 1)

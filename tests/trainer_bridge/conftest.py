@@ -1,4 +1,4 @@
-"""Fixtures for trainers that are closed after their test."""
+"""Fixtures: trainers that are closed after their test, and implementations of operations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memsaver
+from memsaver.system.devices import Impl
 from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.models import config, write_model
 from tests.helpers.trainer_bridge.trl_generation import imported, tiny_generation
 from trainer_bridge import Trainer
 from trainer_bridge.training import Runtime
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request: pytest.FixtureRequest, device: str) -> Impl:
+    """Return an implementation of operations: the reference, or Triton's kernels."""
+    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -32,13 +32,6 @@ U = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 DTYPES = some(torch.float32, torch.bfloat16, whole=[torch.float16])
 
 
-@pytest.fixture(params=["torch", "triton"])
-def impl(request: pytest.FixtureRequest, device: str) -> Impl:
-    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
-    return request.param
-
-
 def choices(tokens: int, top_k: int, experts: int, device: str) -> Tensor:
     """Draw different experts for each token; the last expert gets no token if possible."""
     used = max(top_k, experts - 1)

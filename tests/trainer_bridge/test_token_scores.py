@@ -44,13 +44,6 @@ REAL = some((2, 49152, 1 << 16), whole=[(3, 151936, 1 << 18)])
 LARGE = [(700, 151936, 1 << 27), (513, 49152, 1 << 24), (37, 50257, 1), (1, 151936, 1 << 27)]
 
 
-@pytest.fixture(params=["torch", "triton"])
-def impl(request: pytest.FixtureRequest, device: str) -> Impl:
-    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
-    return request.param
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "asked"),
     pairwise(SHAPES, DTYPES, ASKED)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memsaver.system.devices import Impl, use_triton
+from rollout.ops.chain_product import GROUP, tile_of
 
 
 class Total(Protocol):
@@ -27,7 +28,6 @@ class Total(Protocol):
 Totals = Mapping[str, Total]
 """The totals of a module's parameters, by name."""
 STEP = 16  # tokens that a tensor core adds at once
-_GROUP = 8  # tiles of outputs that are computed together, because they share inputs
 _PROGRAMS = 264  # below, smaller tiles are faster: two programs on each multiprocessor of an H100
 _WIDE: dict[str, Any] = {
     "BLOCK_N": 128, "BLOCK_K": 256, "BLOCK_T": 64, "num_warps": 8, "num_stages": 3
@@ -102,7 +102,7 @@ def _add_product_triton(total: Tensor, grad: Tensor, x: Tensor) -> None:
     with torch.cuda.device_of(x):
         _add_product[(programs,)](
             total, grad, x, tokens, outputs, inputs,
-            total.stride(0), grad.stride(0), x.stride(0), GROUP=_GROUP,
+            total.stride(0), grad.stride(0), x.stride(0), GROUP=GROUP,
             WIDE=not x.is_cuda, **tile,
         )  # fmt: skip
 
@@ -119,15 +119,9 @@ def _add_product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute a tile of `add_product`.
 
-    Programs: (tile), column by column for GROUP rows of tiles, then for the next GROUP. WIDE is for
-    the interpreter, which does not multiply bf16.
+    Programs: (tile), see `tile_of`. WIDE is for the interpreter, which does not multiply bf16.
     """
-    program = tl.program_id(0)
-    in_group = GROUP * tl.cdiv(inputs, BLOCK_K)
-    first = program // in_group * GROUP
-    height = tl.minimum(tl.cdiv(outputs, BLOCK_N) - first, GROUP)
-    n = (first + program % in_group % height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = program % in_group // height * BLOCK_K + tl.arange(0, BLOCK_K)
+    n, k = tile_of(tl.program_id(0), outputs, inputs, BLOCK_N, BLOCK_K, GROUP)
     t = tl.arange(0, BLOCK_T)
     left = grad + t[None, :].to(tl.int64) * stride_grad + n[:, None]
     right = x + t[:, None].to(tl.int64) * stride_x + k[None, :]

@@ -32,10 +32,10 @@ class GradientTotal:
 
 
 class EmbeddingTotal(GradientTotal):
-    """That of an embedding whose matrix is also the output embedding.
+    """The sum of an embedding whose matrix is also the output embedding.
 
-    The gradients of both would alternate, once in each micro batch. So it has a sum of its own,
-    which is added to the other before FSDP reduces it.
+    The gradients of both would alternate, once in each micro batch. So this sum is separate, and
+    is added to the other one before FSDP reduces it.
     """
 
     def __init__(self, param: Any, group: Any) -> None:
