@@ -20,6 +20,7 @@ from benchmarks.sync.base import TARGET, WARMUP, Source, SyncScale, content, ran
 from benchmarks.sync.ours import Case, _check, _engine, _row
 from memsaver.system.devices import device_key, place_of
 from rollout import Engine
+from rollout.actor_base import widen_nccl_sockets
 from rollout.weights import WeightLayout
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.shards import SourceShard
@@ -73,6 +74,7 @@ def far_node(scale: SyncScale) -> Figures:
 
 def _sync(rank: int, scale: SyncScale, source: Source) -> Rows:
     os.environ.update(SOCKETS)  # NCCL reads them when it connects, below
+    widen_nccl_sockets()
     device, agreement = scale.place(rank), group_agreement(dist.group.WORLD)
     floor = _broadcasts(scale, source.params * TARGET.itemsize, device)
     if rank == 0:

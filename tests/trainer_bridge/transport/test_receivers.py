@@ -152,7 +152,17 @@ def test_ranks_of_other_default_groups_meet_in_a_group_apart(tmp_path: Path) -> 
     assert interface == "lo", "the interface that leads to the store"
 
 
-def test_interface_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rdma", [True, False])
+def test_variables_that_the_user_chose_are_kept(
+    rdma: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.actor_base.RDMA_DEVICES", tmp_path)
+    if rdma:
+        (tmp_path / "mlx5_0").mkdir()
+    for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # at the end, it is deleted again
+    monkeypatch.setenv("NCCL_P2P_NET_CHUNKSIZE", "131072")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen0")
     store = open_store(socket.gethostbyname(socket.gethostname()))
@@ -160,6 +170,9 @@ def test_interface_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) 
     leave(join_apart(address, torch.device("cpu"), store))
     chosen = [os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")]
     assert chosen == ["lo", "chosen0"]
+    names = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_P2P_NET_CHUNKSIZE")
+    wide = [os.environ.get(name) for name in names]
+    assert wide == ([None, None, "131072"] if rdma else ["4", "4", "131072"])
 
 
 def test_store_takes_only_the_given_ports() -> None:
