@@ -1,4 +1,4 @@
-"""Weight syncs in verl's own GRPO on one GPU: verl's sync and memsaver's, into vLLM and our engine.
+"""Weight syncs in verl's own GRPO on GPUs: verl's sync and memsaver's, into vLLM and our engine.
 
 Each side runs `verl.trainer.main_ppo` in a process of its own, with FSDP2, a model with random
 weights and made-up problems, without network. vLLM is on memsaver's tags; "memsaver-engine" is the
@@ -9,6 +9,7 @@ the native engine, vllm 0.24 with what its server imports; no TRL after 0.27 may
 because verl's engine would fail to patch it.
 
     python -m benchmarks.bench_verl --steps 6 --out runs/verl
+    python -m benchmarks.bench_verl --gpus 2 --tensor-parallel 2
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__, SIDES)
     options.add_argument("--steps", type=int, default=6)
     options.add_argument("--shape", default="qwen2.5-0.5b")
+    options.add_argument("--gpus", type=int, default=1, help="ranks of the trainer")
+    options.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
     options.set_defaults(out=Path("runs/verl"))
     return options.parse_args()
 
@@ -136,7 +139,7 @@ def keys(side: str, args: argparse.Namespace) -> list[str]:
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{rollout}.name={SIDES[side]}",
         f"{rollout}.n={SAMPLES}",
-        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.tensor_model_parallel_size={args.tensor_parallel}",
         f"{rollout}.gpu_memory_utilization=0.3",
         f"{rollout}.max_model_len=512",
         f"{rollout}.max_num_seqs=256",
@@ -147,7 +150,7 @@ def keys(side: str, args: argparse.Namespace) -> list[str]:
         f"reward.custom_reward_function.path={Path(verl_side.__file__)}",
         "reward.num_workers=1",
         "trainer.logger=[console]",
-        "trainer.n_gpus_per_node=1",
+        f"trainer.n_gpus_per_node={args.gpus}",
         "trainer.val_before_train=False",
         f"trainer.total_training_steps={args.steps}",
         f"trainer.default_local_dir={args.out / 'checkpoints'}",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.common import watched
 from memsaver.compat import verl_plugin  # noqa: F401  registers the rollouts if a variable says so
@@ -35,8 +36,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: A
 def timed(rollout: Any) -> Any:
     """Return a subclass of a rollout that writes seconds and bytes of its syncs to a file.
 
-    Bytes in use are sampled during the first `WATCHED` syncs only, because the sampling thread
-    shares Python's lock and the driver with the sync.
+    Of several ranks, the first one writes. Bytes in use are sampled during the first `WATCHED`
+    syncs only, because the sampling thread shares Python's lock and the driver with the sync.
     """
 
     class Timed(rollout):  # type: ignore[misc]
@@ -57,8 +58,9 @@ def timed(rollout: Any) -> Any:
                 row["rise"] = max(used) - used[0]
             if (receipt := getattr(self, "receipt", None)) is not None:
                 row |= {"nbytes": receipt.nbytes, "stages": stages_of(self, seconds)}
-            with Path(os.environ[FILE]).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            if dist.get_rank() == 0:
+                with Path(os.environ[FILE]).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
 
     return Timed
 
