@@ -231,6 +231,8 @@ def _attempt(
                 pair = open_pair(setup, monitor.stage, monitor.replaced, folder.mismatch_dir)
                 trainer, rollout = stack.enter_context(pair)
             _show_nodes(trainer, rollout, folder, view)
+            if setup.recipe.exact_mode and (found := rollout.product_report()):
+                view.note(found)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
             first, drawn = 1, 0

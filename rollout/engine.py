@@ -96,6 +96,7 @@ class Engine(EngineBase):
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
+        self._found_products = ""
         if config.exact:
             check_exact(model, dtype, saver.device)
         self._expert_parallel = config.expert_parallel
@@ -179,7 +180,8 @@ class Engine(EngineBase):
         products = self.store.products(groups)
         if self.config.exact:
             strict = self.config.exact != "warn"
-            define_products(products, routers=self.model.has_experts, strict=strict)
+            found = define_products(products, routers=self.model.has_experts, strict=strict)
+            self._found_products = found
             empty_torch_cache(self.saver.device)
         elif shapes := probe_products(products):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
@@ -566,6 +568,15 @@ class Engine(EngineBase):
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
 
     # ---------------------------------------------------------------- memory
+
+    def product_report(self) -> str:
+        """Return what was measured at the start of an exact engine.
+
+        Returns:
+            How many products the library computes with the defined bits, and which ones Triton
+            computes; empty if nothing was measured.
+        """
+        return self._found_products
 
     @property
     def stats(self) -> EngineStats:

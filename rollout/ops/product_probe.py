@@ -54,13 +54,16 @@ def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tup
 
 def define_products(
     products: Iterable[tuple[Tensor, Tensor | None]], *, routers: bool = False, strict: bool = True
-) -> None:
-    """Let `linear` compute products on a GPU with the bits of `chain_product`, and log the result.
+) -> str:
+    """Let `linear` compute products on a GPU with the bits of `chain_product`; log what was found.
 
     Where the library has other bits even with padding, `linear` uses `chain_product` from then on.
     Bits alone decide, so all processes with the same kind of GPU and the same libraries decide
     alike. `products` are as for `probe_products`. With `routers`, small ones are also compared with
     results in fp32.
+
+    Returns:
+        The text of the log.
 
     Raises:
         ValueError: The bits of `chain_product` depend on the number of rows on this GPU. Without
@@ -75,16 +78,19 @@ def define_products(
         if strict:
             raise ValueError(text)
         _log.warning("%s", text)
-        return
+        return text
     equal = sum(costs is None for _, costs in found)
-    text = f"exact=True: the library of {place} computes %d of %d products with the defined bits"
+    done = f"{equal} of {len(found)} products"
+    text = f"exact=True: the library of {place} computes {done} with the defined bits"
     if equal == len(found):
-        _log.info(text, equal, len(found))
-        return
+        _log.info("%s", text)
+        return text
     slower = {shape: costs for shape, costs in found if costs}
     named, factors = _named(slower), [*chain.from_iterable(slower.values())]
-    text += "; Triton computes those with weights of %s, in %.2f to %.2f times the library's time"
-    _log.warning(text, equal, len(found), named, min(factors), max(factors))
+    times = f"{min(factors):.2f} to {max(factors):.2f} times the library's time"
+    text += f"; Triton computes those with weights of {named}, in {times}"
+    _log.warning("%s", text)
+    return text
 
 
 def _named(shapes: Iterable[tuple[int, ...]]) -> str:

@@ -96,8 +96,7 @@ def test_probe_pads_or_replaces_products_that_differ_and_says_so(
         caplog.at_level(logging.INFO, "rollout"),
         other_library(lambda rows, columns: rows <= differing[columns], most_rows=400),
     ):
-        define_products(products[:1])
-        define_products(products[1:])
+        told = [define_products(products[:1]), define_products(products[1:])]
         for weight, bias in products:
             assert not weight.any() and not bias.any()
             weight.copy_(drawn(*weight.shape, dtype=dtype, device=device, seed=3))
@@ -110,6 +109,7 @@ def test_probe_pads_or_replaces_products_that_differ_and_says_so(
         assert [tuple(key[2]) for key in row_wise.chained] == [(32, 48)]
     equal, replaced = caplog.records
     assert (equal.levelno, replaced.levelno) == (logging.INFO, logging.WARNING)
+    assert told == [equal.message, replaced.message]
     assert "computes 1 of 1 products with the defined bits" in equal.message
     assert "computes 0 of 1 products with the defined bits" in replaced.message
     assert "weights of 32 x 48, in 1.00 to 1.00 times the library's time" in replaced.message
