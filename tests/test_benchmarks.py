@@ -29,6 +29,7 @@ from benchmarks import (
     verl_side,
 )
 from recipes.errors import RecipeError
+from tests.helpers.recipes.tiny_runs import without_pictures
 from tests.helpers.rollout.package_names import Wheel
 from tests.helpers.trainer_bridge.trl_generation import WHEEL
 from trainer_bridge.verl import CLIENTS
@@ -130,7 +131,8 @@ def test_mismatch_and_scores_of_exact_and_other_runs_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--tiny", "--out", str(tmp_path), "--recipe", "tiny", "--score", "exact_match"]
-    bench_exact_learning.main([*words, "--cases", "exact", "fp8 cache, corrected"])
+    with without_pictures():  # of the runs themselves
+        bench_exact_learning.main([*words, "--cases", "exact", "fp8 cache, corrected"])
     table = capsys.readouterr().out
     assert re.search(r"\| exact \| \d+ \| 0 \| 0 \|", table), table
     assert (tmp_path / "bench_exact_learning.png").stat().st_size > 10_000
@@ -140,7 +142,8 @@ def test_losses_are_drawn_from_finished_runs_when_another_run_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--tiny", "--seeds", "1", "--out", str(tmp_path), "--cases"]
-    bench_losses.main([*words, "GSPO"])
+    with without_pictures():  # of the run itself
+        bench_losses.main([*words, "GSPO"])
     picture = tmp_path / "bench_losses.png"
     picture.unlink()
 

@@ -52,14 +52,11 @@ def test_every_step_is_exact(words: str, make_run: MakeRun) -> None:
     "words",
     [
         "",
-        "engine.max_running=3 engine.max_prefill_tokens=16",
+        "engine.max_running=3 engine.max_prefill_tokens=16 trainer.optimizer_offload=true",
         "engine.kv_tokens=32 engine.page_size=4 engine.host_to_device_ratio=2",
-        "engine.sleep_level=1 trainer.activation_checkpointing=layers",
-        "trainer.optimizer_offload=true",
-        "cycle.overlap=[params,optim]",
+        "engine.sleep_level=1 trainer.activation_checkpointing=layers cycle.overlap=[params,optim]",
         "cycle.resident=[params,optim,weights,kv_cache]",
-        "cycle.alias=always",
-        "cycle.hand_over=always",
+        "cycle.alias=always cycle.hand_over=always",
     ],
 )
 def test_run_ends_with_the_same_bits(words: str, make_run: MakeRun, tmp_path: Path) -> None:
@@ -79,7 +76,7 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
 @pytest.mark.parametrize(
     "words",
     [
-        "trainer.micro_batch_size=1",
+        pytest.param("trainer.micro_batch_size=1", marks=pytest.mark.extended),
         "trainer.micro_batch_size=5 trainer.activation_checkpointing=mlp",
         "trainer.micro_batch_size=7 trainer.optimizer_offload=true",
     ],

@@ -166,6 +166,8 @@ def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     assert {entry["ph"] for entry in trace(folder)} >= {"X", "C"} and has_pictures(folder)
 
 
+# test_ray_apart of trainer_bridge has the numbers, test_preparation the arguments.
+@pytest.mark.extended
 def test_run_with_its_engine_apart_resumes_on_one_device_with_the_same_numbers(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +187,7 @@ def test_run_with_its_engine_apart_resumes_on_one_device_with_the_same_numbers(
     assert rows(folder, "train") and same_rows(folder, alone)
 
 
-def test_run_goes_on_after_losing_its_engine_with_the_same_numbers(
+def test_run_goes_on_after_losing_its_engine_and_resumes_in_process_with_the_same_numbers(
     ray_cluster: RayCluster,
     make_run: MakeRun,
     tmp_path: Path,
@@ -196,16 +198,17 @@ def test_run_goes_on_after_losing_its_engine_with_the_same_numbers(
     flag.touch()
     monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", dying_engine(flag))
     words = ["run", "tiny", *SMALL, "driver=ray", "steps=2", "--run-dir", str(folder)]
+    cause = "the rollout actor died in generate()"
     with without_pictures():
         assert main(words) == 0
-    assert not flag.exists()
-    cause = "the rollout actor died in generate()"
-    assert f"replacement 1 of a lost engine: {cause}\n" in capsys.readouterr().out
+        assert not flag.exists()
+        assert f"replacement 1 of a lost engine: {cause}\n" in capsys.readouterr().out
+        ray_cluster.wait_free()
+        assert main(["run", "--resume", str(folder), "driver=inprocess", "steps=3"]) == 0
     (line,) = (folder / "restarts.jsonl").read_text().splitlines()
     entry = json.loads(line)
     assert (entry["replacement"], entry["after_step"], entry["cause"]) == (1, 0, cause)
-    assert same_rows(folder, make_run("tiny", *SMALL, "steps=2"))
-    ray_cluster.wait_free()
+    assert same_rows(folder, make_run("tiny", *SMALL, "steps=3"))
 
 
 def marked(mark: str) -> list[str]:

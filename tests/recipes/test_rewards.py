@@ -25,6 +25,7 @@ from recipes.errors import RecipeError, ScorerError
 from recipes.rewards import Answer, Rewards, RewardSet, Score
 from recipes.tasks import make_tasks
 from recipes.tasks.scoring import open_rewards, to_answer
+from tests.helpers.dying_actors import wait_gone
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.reward_functions import FAULTS, Judge
 from tests.helpers.recipes.tiny_runs import SMALL, rows, same_rows
@@ -181,15 +182,20 @@ def test_callable_that_a_worker_cannot_get_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Iterator[Rewards]:
+def faulty() -> dict[str, list[Score]]:
+    """Score the same answers by every function in one step, and return the scores by function."""
     with Rewards({name: of(name) for name in FAULTS}, timeout=1, workers=2) as rewards:
-        yield rewards
+        asked = [Answer(**{**vars(answer), "set": name}) for name in FAULTS for answer in NUMBERED]
+        scores = rewards.score(asked)
+    size = len(NUMBERED)
+    return {name: scores[size * n : size * (n + 1)] for n, name in enumerate(FAULTS)}
 
 
 @pytest.mark.parametrize("function", FAULTS)
-def test_misbehaving_answer_costs_only_its_own_score(faulty: Rewards, function: str) -> None:
-    asked = [Answer(**{**vars(answer), "set": function}) for answer in NUMBERED]
-    scores = faulty.score(asked)
+def test_misbehaving_answer_costs_only_its_own_score(
+    faulty: dict[str, list[Score]], function: str
+) -> None:
+    scores = [*faulty[function]]
     wrong = scores.pop(5)
     assert values(scores) == [1.0] * 63 and not any(score.fault for score in scores)
     assert wrong.reward is None and "\n" not in wrong.fault
@@ -325,7 +331,7 @@ def test_no_worker_outlives_its_driver(number: int) -> None:
         time.sleep(0.3)  # until they are busy
         driver.send_signal(number)
     assert len(workers) == 2
-    until(lambda: not any(worker.is_running() for worker in workers))
+    wait_gone([worker.pid for worker in workers])
 
 
 @pytest.mark.parametrize(

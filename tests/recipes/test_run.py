@@ -32,6 +32,7 @@ from tests.helpers.case_selection import rounds
 from tests.helpers.peers import Peer
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.tiny_runs import (
+    ONE_LAYER,
     SMALL,
     MakeRun,
     has_pictures,
@@ -310,7 +311,8 @@ def test_resume_refuses_changed_problems_and_changed_initial_weights(
     with without_pictures():
         start_run("tiny", [*SMALL, "steps=1", "eval.every=0"], tmp_path / "first")
         model_of(tmp_path / "first", model, 0)
-        words = [*SMALL, "steps=1", "eval.every=0", f"model.path={model}"]
+        words = [word for word in (*SMALL, "steps=1", "eval.every=0") if word != ONE_LAYER]
+        words.append(f"model.path={model}")
         start_run("tiny", [*words, "trainer.schedule=linear"], folder)
         again = ["run", "--resume", str(folder), "steps=2"]
         before = contents(folder)
@@ -349,7 +351,10 @@ def contents(folder: Path) -> dict[str, bytes]:
         (["--resume", "FOLDER"], ["steps=1", "set steps=11"]),
         (["--resume", "FOLDER", "steps=4", "seed=5"], ["seed=5", "differs"]),
         (["--resume", "FOLDER", "steps=4", "sampling.max_tokens=5"], ["max_tokens=5", "differs"]),
-        (["tiny", "steps=4", "--resume", "FOLDER"], ["grpo.prompts_per_step=48", "differs"]),
+        (
+            ["tiny", "steps=4", ONE_LAYER, "--resume", "FOLDER"],
+            ["grpo.prompts_per_step=48", "differs"],
+        ),
         (["--resume", "FOLDER", "steps=2"], ["holds no checkpoint"]),
         (["--resume", "/nowhere"], ["/nowhere", "holds no run"]),
         (["--resume", "FOLDER", "--run-dir", "x"], ["--run-dir"]),
@@ -456,12 +461,19 @@ def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path:
 
 
 def test_exit_status_reports_an_interrupt_inside_exec(tmp_path: Path) -> None:
-    """Interrupt an exec(), which dataclasses use; Python would then exit by SIGINT."""
+    """Interrupt an exec(), which dataclasses use; Python would then exit by SIGINT after `-m`.
+
+    The command imports neither torch nor the rest of a run, which takes seconds.
+    """
     text = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.getpid()"
-    (tmp_path / "mine.py").write_text(f"def make(section):\n    exec({text!r})\n")
-    command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "task.name=mine:make"]
+    lines = ["import sys", "from recipes import cli"]
+    lines += [f"cli.packaged_recipes = lambda: exec({text!r})", "sys.exit(cli.main(['recipes']))"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+        [sys.executable, "-m", "mine"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
     )
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, b"memsaver: interrupted\n")
 

@@ -79,18 +79,17 @@ def test_resumed_ppo_run_equals_an_uninterrupted_one(
 
 
 def test_grpo_with_reference_adds_the_kl_penalty_to_the_loss(make_run: MakeRun) -> None:
-    held = rows(make_run("tiny", *SMALL, "steps=3", "loss.kl_coef=0.5"), "train")
+    held = rows(make_run("tiny", *SMALL, "steps=2", "loss.kl_coef=0.5"), "train")
     free = rows(make_run("tiny", *SMALL, "steps=5"), "train")
-    # In the first step no answer is right, so nothing is learned from it.
-    assert held[1]["loss"] == free[1]["loss"] and held[1]["kl_to_reference"] == 0
-    assert held[2]["reward"] == free[2]["reward"], (
+    assert held[0]["loss"] == free[0]["loss"] != 0 == held[0]["kl_to_reference"]
+    assert held[1]["reward"] == free[1]["reward"], (
         "the divergence has no gradient at the initial weights"
     )
     # The losses are 0.1 to 1 in fp32, means over some 100 tokens, with an ulp of 1e-7. So their
     # difference, 1e-3 and more, is exact to 1e-4 of itself.
-    difference = held[2]["loss"] - free[2]["loss"]
-    assert difference == pytest.approx(0.5 * held[2]["kl_to_reference"], rel=1e-3, abs=1e-6)
-    assert held[2]["kl_to_reference"] > 1e-3
+    difference = held[1]["loss"] - free[1]["loss"]
+    assert difference == pytest.approx(0.5 * held[1]["kl_to_reference"], rel=1e-3, abs=1e-6)
+    assert held[1]["kl_to_reference"] > 1e-3
     assert "kl_to_reference" not in free[1] and "compute_ref_log_prob" not in free[1]["stages"]
     assert held[1]["memory"]["train"]["reference"] == 0
     assert "reference" not in free[1]["memory"]["train"]
@@ -98,11 +97,11 @@ def test_grpo_with_reference_adds_the_kl_penalty_to_the_loss(make_run: MakeRun) 
 
 
 ADAPTERS = ["lora.rank=8", "trainer.learning_rate=5e-3", "loss.kl_coef=1e-3"]
-ADAPTERS += ["grpo.prompts_per_step=24", "grpo.samples_per_prompt=8", "steps=14"]
+ADAPTERS += ["grpo.prompts_per_step=24", "grpo.samples_per_prompt=8"]
 ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.resident=[weights]"]
 
 
-def test_adapters_raise_the_reward_and_move_with_the_parameters(
+def test_adapters_move_with_the_parameters_and_the_policy_departs_from_its_base(
     make_run: MakeRun,
 ) -> None:
     """Keep the engine's weights resident, so that later syncs write adapted layers only.
@@ -110,7 +109,8 @@ def test_adapters_raise_the_reward_and_move_with_the_parameters(
     The engine serves merged weights: its log-probabilities equal the trainer's up to fp32 rounding.
     The base is the reference, without a separate model.
     """
-    adapted = rows(make_run("tiny", *ADAPTERS))
+    adapted = rows(make_run("tiny", *ADAPTERS, "steps=4"))
+    assert len(adapted) == 4
     for row in adapted:
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert rollout["params"] == rollout["adapters"] == rollout["optim"] == 0
@@ -121,8 +121,12 @@ def test_adapters_raise_the_reward_and_move_with_the_parameters(
     assert max(row["mismatch_max"] for row in adapted) <= 5e-5
     distances = [row["kl_to_reference"] for row in adapted]
     assert distances[0] == 0 < 0.01 < distances[-1]
+
+
+@pytest.mark.extended  # test_lora has the updates of adapters, test_run a run that learns
+def test_adapters_raise_the_reward(make_run: MakeRun) -> None:
     # An untrained model gets half a reward for one word of 17, which is 0.03; the mean of 192
     # samples is within 0.02 of that. Seeds 0 to 3 end at 0.19 to 0.26. At a learning rate of 2e-2,
     # some seeds end at 0.05 to 0.11.
-    rewards = [row["reward"] for row in adapted]
+    rewards = [row["reward"] for row in rows(make_run("tiny", *ADAPTERS, "steps=14"))]
     assert len(rewards) == 14 and rewards[0] < 0.06 and sum(rewards[-4:]) / 4 > 0.15

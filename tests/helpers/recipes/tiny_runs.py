@@ -14,8 +14,9 @@ from recipes.logs.monitor import Monitor
 from recipes.run import start_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
-SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2")
-SMALL_PPO = ("ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2")
+ONE_LAYER = "model.config.num_hidden_layers=1"
+SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
+SMALL_PPO = ("ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
 CLOCK_FIGURES = (  # these differ between runs of one recipe
     "step_seconds",
     "tokens_per_second",
