@@ -7,15 +7,18 @@ that would start a cluster join this one. Jobs can be submitted to it.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rollout import SamplingParams
 from tests.helpers.case_selection import some
+from tests.helpers.forked_workers import python_that_forks
 
 # A small engine, and prompts with seeded sampling, for answers that can be compared.
 ENGINE = {"kv_tokens": 256, "page_size": 16}
@@ -52,6 +55,9 @@ class RayCluster:
         environment.delenv("RAY_ADDRESS", raising=False)
         for name, value in SETTINGS.items():
             environment.setenv(name, value)
+        if not torch.cuda.is_available():  # on a GPU, actors start as anywhere
+            python = self._open.enter_context(python_that_forks())
+            environment.setattr(sys, "executable", python)  # of the command that starts actors
         context = ray.init(
             address="local",
             num_cpus=CPUS,
