@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from triton.language import core
@@ -21,9 +22,11 @@ def quicken() -> None:
     names["_patch_lang"] = _once_a_launch(names["_patch_lang"], names["_LangPatchScope"])
     names["_patch_builtin"] = _searched_once(names["_patch_attr"])
     names["_get_np_dtype"] = _by_name(names["_get_np_dtype"])
-    vars_of = {"block_type": core.block_type.__init__, "tensor": core.tensor.__init__}
-    core.block_type.__init__ = _quick_block_type(vars_of["block_type"])
-    core.tensor.__init__ = _quick_tensor(vars_of["tensor"])
+    builder = names["interpreter_builder"]
+    # checks of integers, whose results the interpreter ignores without its option `debug`
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    core.block_type.__init__ = _quick_block_type(core.block_type.__init__)
+    core.tensor.__init__ = _quick_tensor(core.tensor.__init__)
 
 
 def _once_a_launch(patch: Any, scope_type: Any) -> Callable[[Any], Any]:
