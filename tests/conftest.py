@@ -16,6 +16,10 @@ if not torch.cuda.is_available():
 
 from tests.helpers import case_selection
 from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # noqa: F401  a hook and a fixture
+from tests.helpers.triton_interpreter import quicken
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 torch.set_num_threads(1)  # more threads slow tiny models down, above all on a busy machine
 gc.disable()  # until tests run: importing all files creates a million objects and no garbage

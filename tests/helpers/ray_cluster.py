@@ -7,15 +7,18 @@ that would start a cluster join this one. Jobs can be submitted to it.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rollout import SamplingParams
 from tests.helpers.case_selection import some
+from tests.helpers.forked_workers import python_that_forks
 
 # A small engine, and prompts with seeded sampling, for answers that can be compared.
 ENGINE = {"kv_tokens": 256, "page_size": 16}
@@ -52,16 +55,20 @@ class RayCluster:
         environment.delenv("RAY_ADDRESS", raising=False)
         for name, value in SETTINGS.items():
             environment.setenv(name, value)
-        context = ray.init(
-            address="local",
-            num_cpus=CPUS,
-            # only tests of jobs, which are extended, need it
-            include_dashboard=None if some(whole=[True]) else False,
-            dashboard_port=0,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=128 << 20,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            if not torch.cuda.is_available():  # on a GPU, actors start as anywhere
+                python = self._open.enter_context(python_that_forks())
+                patch.setattr(sys, "executable", python)  # in the command that starts actors
+            context = ray.init(
+                address="local",
+                num_cpus=CPUS,
+                # only tests of jobs, which are extended, need it
+                include_dashboard=None if some(whole=[True]) else False,
+                dashboard_port=0,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=128 << 20,
+            )
         self._open.callback(ray.shutdown)
         self._url = f"http://{context.address_info['webui_url']}"
 

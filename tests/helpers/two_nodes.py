@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -127,11 +127,16 @@ class Nodes:
 
         Its raylet goes first, so that it cannot report the deaths of the others.
         """
-        for process in sorted(self.processes(), key=lambda process: process.name() != "raylet"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+        self._kill(self.processes())
         if 1 in self._nodes:  # not if the first node did not start
             self._nodes[1].wait()
+
+    @staticmethod
+    def _kill(processes: Iterable[psutil.Process]) -> None:
+        for process in sorted(processes, key=lambda process: process.name() != "raylet"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid != os.getpid():
+                    process.send_signal(signal.SIGKILL)
 
     def cut(self) -> None:
         """Take the second node's network away."""
@@ -160,12 +165,10 @@ class Nodes:
         import ray
 
         ray.shutdown()
-        for node in self._nodes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGTERM)
+        self.kill_far()
+        self._kill(process for process, _ in self._in_network(os.getpid()))
         for node in self._nodes.values():
             node.wait(30)
-        self.kill_far()
         self._cable.kill()
 
     def _ip(self, inside: Sequence[str], command: str) -> None:

@@ -360,7 +360,7 @@ def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: 
     fds = settled_fds()
     hits = 0
     for _ in range(rounds(40, 4000)):
-        if hits == rounds(12, 1000):
+        if hits == rounds(8, 1000):
             break
         world = World(device, tmp_path)
         before(world)

@@ -81,7 +81,7 @@ PAGED = some(
     *zip(WINDOWED, [1, 4, 16, 4, 1, 1], strict=True),
     whole=list(product(WINDOWED, [1, 4, 16])),
 )
-LENGTHS = some(1, 3, 15, 16, 17, 64, 65, 200, whole=[2, 7, 500])
+LENGTHS = some(1, 3, 16, 17, 65, 200, whole=[2, 7, 15, 64, 500])
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 # One model of each kind of cache (pages, pages with a window, two pools, latent rows, pages with
 # states), and one with experts.

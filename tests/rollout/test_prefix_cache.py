@@ -40,11 +40,12 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 ]
 LLAMA, QWEN, LATENT, FP8, FP4 = MODELS
 CASES: list[tuple[Any, ...]] = some(
-    *((model, None, 64) for model in (LLAMA, LATENT, FP8)),
-    *((LLAMA, policy, 2) for policy in POLICIES),
-    *((LATENT, POLICIES[1], 5), (FP4, POLICIES[2], 2)),
+    (LLAMA, None, 64),
+    (FP8, POLICIES[0], 2),
+    (LATENT, POLICIES[1], 5),
+    (FP4, POLICIES[2], 2),
     whole=[
-        *((model, None, 64) for model in (QWEN, FP4)),
+        *((model, None, 64) for model in (QWEN, LATENT, FP8, FP4)),
         *product(MODELS, POLICIES, [2, 5]),
     ],
 )

@@ -45,10 +45,9 @@ def same(actual: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.parametrize(
     ("shape", "chunk", "states"),
     some(
-        ({}, 512, 16),
         (SHAPE, 24, 2),
         ({}, 7, 3),
-        whole=[(SHAPE, 512, 16), ({}, 24, 2), (SHAPE, 7, 3)],
+        whole=[({}, 512, 16), (SHAPE, 512, 16), ({}, 24, 2), (SHAPE, 7, 3)],
     ),
 )
 def test_answers_with_and_without_prefix_cache_are_equal(

@@ -59,8 +59,14 @@ def make_trainer() -> Iterator[Callable[..., Trainer]]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def trl_class() -> Iterator[Any]:
+    """Yield TRL's class for colocated vLLM; its import reads the metadata of every package."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield from imported(patch)
+
+
 @pytest.fixture
-def generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def generation(trl_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield TRL's object for colocated vLLM over a tiny Qwen2, with a stand-in for vLLM."""
-    for kind in imported(monkeypatch):
-        yield from tiny_generation(kind, tmp_path, monkeypatch)
+    yield from tiny_generation(trl_class, tmp_path, monkeypatch)

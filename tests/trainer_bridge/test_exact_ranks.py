@@ -40,7 +40,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = some(
 IDS = [f"{family}-{dtype}" for family, dtype, _ in MODELS]
 SIZES = (2, 4)
 PARTS = {"qwen3_moe": 2}  # of experts, by family
-PROMPTS = random_prompts((3, 130, 257, 40, 1))
+PROMPTS = random_prompts((3, 20, 257, 40, 1))
 WAYS: list[dict[str, Any]] = [
     {"max_prefill_tokens": 512},
     {"max_prefill_tokens": 50, "prefix_cache": False, "max_running": 2},

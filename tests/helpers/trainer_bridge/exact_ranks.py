@@ -13,7 +13,7 @@ from rollout import Completion, Engine, SamplingParams
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 
 HEAT = 0.7
-SAMPLED = SamplingParams(max_tokens=12, temperature=HEAT, seed=5)
+SAMPLED = SamplingParams(max_tokens=8, temperature=HEAT, seed=5)
 Prompts = Sequence[list[int]]
 
 
