@@ -179,7 +179,7 @@ def test_verl_has_every_key_that_its_benchmark_sets(side: str, tmp_path: Path) -
     assert VERL.folder is not None
     path = VERL.folder / "trainer/config/_generated_ppo_trainer.yaml"
     known = OmegaConf.to_container(OmegaConf.load(path))
-    args = argparse.Namespace(out=tmp_path, steps=3)
+    args = argparse.Namespace(out=tmp_path, steps=3, gpus=1, tensor_parallel=1)
     keys = [setting.partition("=")[0] for setting in bench_verl.keys(side, args)]
     added = "+actor_rollout_ref.model.override_config.attn_implementation"
     assert [key for key in keys if not has_key(known, key)] == [added]
