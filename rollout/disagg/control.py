@@ -10,9 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
-import zmq
 from torch import Tensor
-from zmq.utils import z85
 
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from kvcache.ops import staged_bytes
@@ -24,6 +22,13 @@ from rollout.model.decoder import ModelConfig
 from rollout.parallel import TensorParallel
 from rollout.requests import SamplingParams
 from rollout.serving.kv_cache import Cache
+
+try:
+    import zmq
+    from zmq.utils import z85
+except ModuleNotFoundError as error:
+    message = f"{error}; run: pip install 'memsaver[split]'"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 _PROBE_SECONDS = 0.25
 _OPTIONS: dict[int, int | bytes] = {

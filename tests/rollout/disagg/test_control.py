@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import runpy
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rollout.disagg import control
 from rollout.disagg.control import Closed, Hello, Message, RankPeers, Refused
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.rollout.split_peer import Far
@@ -168,3 +171,9 @@ def test_peer_that_reads_nothing_is_lost_after_timeout(address: str) -> None:
     assert time.monotonic() - started < 30
     far.close()
     peers.close()
+
+
+def test_error_of_a_missing_pyzmq_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ModuleNotFoundError, match=r"; run: pip install 'memsaver\[split\]'$"):
+        runpy.run_path(control.__file__)
