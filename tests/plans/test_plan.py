@@ -142,7 +142,7 @@ def test_gpu_of_the_engine_alone_is_planned_without_the_trainers_tags(colocate: 
 
 def test_plan_fits_only_if_both_kinds_of_gpus_fit(capsys: Capture) -> None:
     words = ["plan", "tiny", *SMALL, *APART, "cycle.resident=auto"]
-    assert main([*words, "engine.kv_tokens=176000000"]) == 3
+    assert main([*words, "engine.kv_tokens=352000000"]) == 3
     printed = capsys.readouterr().out
     assert "does not fit: sync_weights (engine's GPU) is short of" in printed
     remedy = re.search(r"set (engine\.kv_tokens=\d+)", printed)
@@ -176,7 +176,7 @@ def test_plan_of_several_machines_counts_their_gpus_and_the_buffers_of_messages(
 
 
 def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> None:
-    assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=176000000"]) == 3
+    assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=352000000"]) == 3
     printed = capsys.readouterr().out
     assert "does not fit" in printed
     remedy = re.search(r"set engine\.kv_tokens=(\d+)", printed)
