@@ -32,13 +32,16 @@ class Killing:
 
 
 def rollout_actors() -> list[int]:
-    """Return the pids of rollout actors below the raylet of this job."""
-    raylet = next(parent for parent in psutil.Process().parents() if parent.name() == "raylet")
-    return [
-        process.pid
-        for process in raylet.children(recursive=True)
-        if (process.cmdline() or [""])[0].startswith("ray::RolloutRankActor")
-    ]
+    """Return the pids of rollout actors below the nearest process above this one that has some."""
+    for parent in psutil.Process().parents():
+        pids = [
+            process.pid
+            for process in parent.children(recursive=True)
+            if (process.cmdline() or [""])[0].startswith("ray::RolloutRankActor")
+        ]
+        if pids:
+            return pids
+    return []
 
 
 if __name__ == "__main__":
