@@ -122,6 +122,7 @@ def test_one_gpu_trains_and_another_one_generates(
 
 
 @pytest.mark.ray
+@pytest.mark.alone
 def test_engine_lost_beside_its_trainer_is_replaced_and_leaves_no_memory(
     model_path: str, ray_cluster: RayCluster
 ) -> None:
