@@ -567,7 +567,7 @@ class Engine(EngineBase):
         self._require_idle("alias weights", "alias them when generate has returned")
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
 
-    # ---------------------------------------------------------------- memory
+    # ---------------------------------------------------------------- reports and checks
 
     def product_report(self) -> str:
         """Return what was measured at the start of an exact engine.

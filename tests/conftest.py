@@ -13,6 +13,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network, or depends on one
 
 from tests.helpers import case_selection
 from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # noqa: F401  a hook and a fixture
