@@ -3,10 +3,10 @@
 from kvcache.allocators import KVAllocator, Ledger, PagedTokenToKVPoolAllocator, pages_across
 from kvcache.blocks import BlockManager
 from kvcache.config import KVCacheConfig, KVCacheDtype, MLACacheConfig, kv_dtype
-from kvcache.layout import KVLayout, layout
+from kvcache.kv_layout import KVLayout, layout
 from kvcache.pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from kvcache.radix.cache import EvictionPolicy, PrefixMatch, RadixCache
-from kvcache.requests import HybridReqToTokenPool, ReqHandle, ReqToTokenPool
+from kvcache.request_tables import HybridReqToTokenPool, ReqHandle, ReqToTokenPool
 
 __all__ = [
     "BlockManager",

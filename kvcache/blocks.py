@@ -19,7 +19,7 @@ from kvcache.allocators import (
     to_device,
 )
 from kvcache.pools import KVPool
-from kvcache.requests import ReqHandle, ReqToTokenPool
+from kvcache.request_tables import ReqHandle, ReqToTokenPool
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
 _MOVED = 32  # pages per copy of `compact`, which bounds the temporary memory of a copy

@@ -1,6 +1,6 @@
 """KV pools on a memsaver tag, one class for each kind of attention layer."""
 
-from kvcache.pools.mamba import MambaConfig, MambaPool
+from kvcache.pools.mamba_pool import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
 from kvcache.pools.token_pools import (
     DoubleSparseTokenToKVPool,

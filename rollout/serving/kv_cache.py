@@ -21,7 +21,7 @@ from kvcache import (
 from kvcache.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from kvcache.pools import DoubleSparseTokenToKVPool, MambaPool, SWAKVPool, TokenPool
-from kvcache.requests import HybridReqToTokenPool
+from kvcache.request_tables import HybridReqToTokenPool
 from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
 from rollout.config import DoubleSparsity, EngineConfig, first_tokens, why_one_size

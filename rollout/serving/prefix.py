@@ -15,7 +15,7 @@ from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.pools import RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
-from kvcache.requests import HybridReqToTokenPool
+from kvcache.request_tables import HybridReqToTokenPool
 from kvcache.tiers import HostTransfer
 from memsaver import LeaseError, MemorySaver, OutOfMemory
 

@@ -9,7 +9,7 @@ import torch
 from kvcache import BlockManager, ReqHandle
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.pools import MambaConfig, MambaPool
-from kvcache.requests import HybridReqToTokenPool
+from kvcache.request_tables import HybridReqToTokenPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 

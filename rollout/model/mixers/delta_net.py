@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.requests import HybridReqToTokenPool
+from kvcache.request_tables import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
 from rollout.ops.row_wise import linear, rms_norm
 from rollout.ops.torch_attention import BatchShape

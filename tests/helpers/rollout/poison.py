@@ -8,7 +8,7 @@ import torch
 
 from kvcache.pools import SWAKVPool, TokenPool
 from kvcache.radix import MambaRadixCache
-from kvcache.requests import HybridReqToTokenPool
+from kvcache.request_tables import HybridReqToTokenPool
 from rollout import Engine
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.pools.mamba import MambaPool
+from kvcache.pools.mamba_pool import MambaPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from kvcache.config import KVCacheConfig, KVCacheDtype, MLACacheConfig, TokenConfig, kv_dtype
-from kvcache.pools.mamba import MambaConfig, MambaPool
+from kvcache.pools.mamba_pool import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from kvcache.pools.token_pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from memsaver import MemorySaver
