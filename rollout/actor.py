@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 import memsaver.compat
 from memsaver import MemorySaver
-from rollout.actor_base import ActorBase, RankAddress
+from rollout.actor_base import ActorBase
 from rollout.engine import Engine
 from rollout.hosted import SglangRollout, VllmRollout
+from rollout.process_group import RankAddress
 from rollout.protocols import Rollout
 
 EngineKind = Literal["native", "vllm", "sglang"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memsaver.ops.hash import GOLDEN, MASK64, MUL1, MUL2, signed, splitmix64_int
 from rollout.engine import Engine
-from rollout.ops.sampling import SamplingBatch, deliver, sample
+from rollout.ops.token_sampling import SamplingBatch, deliver, sample
 from rollout.requests import SamplingParams
 from rollout.serving.samples import Sample
 from rollout.tap import tap

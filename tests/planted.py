@@ -175,7 +175,7 @@ BUGS = [
     ),
     Bug(
         "top-k admits one token too many",
-        "rollout/ops/sampling.py",
+        "rollout/ops/token_sampling.py",
         "rollout/test_sampler.py",
         "ordered.masked_fill(rank >= limit, 0.0)",
         "ordered.masked_fill(rank > limit, 0.0)",
@@ -245,7 +245,7 @@ BUGS = [
     ),
     Bug(
         "the position is left out of the random numbers",
-        "rollout/ops/sampling.py",
+        "rollout/ops/token_sampling.py",
         "rollout/test_sampler.py",
         "for column in range(1, counters.shape[1]):",
         "for column in range(1, counters.shape[1] - 1):",

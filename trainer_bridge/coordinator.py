@@ -13,7 +13,7 @@ import torch
 
 import memsaver
 from rollout.actor import build_engine
-from rollout.actor_base import Ports
+from rollout.process_group import Ports
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor, introduce

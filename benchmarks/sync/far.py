@@ -20,7 +20,7 @@ from benchmarks.sync.base import TARGET, WARMUP, Source, SyncScale, content, ran
 from benchmarks.sync.ours import Case, _check, _engine, _row
 from memsaver.system.devices import device_key, place_of
 from rollout import Engine
-from rollout.actor_base import widen_nccl_sockets
+from rollout.process_group import widen_nccl_sockets
 from rollout.weights import WeightLayout
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.shards import SourceShard

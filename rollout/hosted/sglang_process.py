@@ -27,8 +27,8 @@ from torch import nn
 import memsaver.compat
 from memsaver import MemorySaver, StateError
 from memsaver.compat import require
+from rollout import channel
 from rollout.actor_base import ActorBase
-from rollout.hosted import channel
 from rollout.hosted.base import HostedEngine, HostedRollout, OnStep, Prompts, Request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)

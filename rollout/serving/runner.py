@@ -27,7 +27,7 @@ from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import MLP, Decoder, Experts, ModelConfig
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
 from rollout.ops.row_wise import linear, row_invariant_products
-from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
+from rollout.ops.token_sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.ops.torch_attention import BatchShape, plan_torch
 from rollout.ops.triton_attention import plan_decode, plan_triton
 from rollout.parallel import TensorParallel

@@ -37,7 +37,7 @@ from kvcache.ops import rotary
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import experts, row_wise as fused, sampling
+from rollout.ops import experts, row_wise as fused, token_sampling as sampling
 from rollout.ops import attention_kernels as kernels
 from trainer_bridge.ops import token_scores
 
@@ -114,7 +114,7 @@ for kernel, constants in FUSED:
         scores = kernel.__module__ == "trainer_bridge.ops.token_scores"
         types |= dict(temperature="fp32", out="*fp32") if scores else {}
         types |= {"rows": "*i64"} if kernel is sampling._score else {}
-        sampler = scores or kernel.__module__ == "rollout.ops.sampling"
+        sampler = scores or kernel.__module__ == "rollout.ops.token_sampling"
         options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
 

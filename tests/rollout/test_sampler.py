@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.ops.sampling import SamplingBatch, keep_top, sample, uniform, uniform_at
+from rollout.ops.token_sampling import SamplingBatch, keep_top, sample, uniform, uniform_at
 from tests.helpers.case_selection import some
 
 Row = tuple[float, int, float, tuple[int, int, int]]

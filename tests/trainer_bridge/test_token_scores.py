@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
-from rollout.ops.sampling import SamplingBatch, sample
+from rollout.ops.token_sampling import SamplingBatch, sample
 from tests.helpers.case_selection import pairwise, some
 from tests.helpers.trainer_bridge.models import (
     make_batch,

@@ -11,7 +11,8 @@ from typing import Any, Protocol, Self
 import torch.distributed as dist
 
 from memsaver import MemorySaver
-from rollout.actor_base import ActorBase, Ports, RankAddress, join_apart, leave
+from rollout.actor_base import ActorBase
+from rollout.process_group import Ports, RankAddress, join_apart, leave
 from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
 from rollout.tag_names import TAGS

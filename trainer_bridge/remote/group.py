@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 from memsaver.system.interrupts import held
-from rollout.actor_base import Ports
 from rollout.errors import RankError
+from rollout.process_group import Ports
 from trainer_bridge.errors import ActorDied, ActorTimeout, OtherRankFailed, RankFailed, SyncError
 from trainer_bridge.remote.placement import Placement
 

@@ -17,9 +17,7 @@ import torch
 from kvcache import layout
 from memsaver import MemorySaver, StateError
 from memsaver.ops.layout import round_up
-from rollout import EngineConfig, StreamingEngine
-from rollout.actor_base import Ports, RankAddress, open_store
-from rollout.hosted import channel
+from rollout import EngineConfig, StreamingEngine, channel
 from rollout.model import (
     ModelConfig,
     load_model_config,
@@ -27,6 +25,7 @@ from rollout.model import (
     rank_layout,
     resolve_model,
 )
+from rollout.process_group import Ports, RankAddress, open_store
 from rollout.weights import arena_nbytes
 from trainer_bridge.verl.names import socket_name
 from trainer_bridge.verl.update_side import UpdateSide

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from memsaver import StateError
-from rollout.hosted import channel
+from rollout import channel
 from rollout.protocols import UpdatableEngine
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync
 from trainer_bridge.verl.names import server_pair, socket_name

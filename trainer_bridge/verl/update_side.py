@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollout import Engine
+from rollout import Engine, channel
 from rollout.actor_base import ActorBase
-from rollout.hosted import HostedRollout, channel
+from rollout.hosted import HostedRollout
 
 
 class UpdateSide(ActorBase):

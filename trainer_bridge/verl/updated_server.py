@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from threading import Thread
 
 from memsaver import StateError
+from rollout import channel
 from rollout.actor_base import ActorBase
-from rollout.hosted import channel
 from trainer_bridge.verl.names import socket_name
 
 Outcome = tuple[int | None, str | None]

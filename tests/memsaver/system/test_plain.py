@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.staging import HeadSlice
 from memsaver.system.plain import Plain
-from rollout.actor_base import RankAddress
+from rollout.process_group import RankAddress
 from tests.helpers.memory import uncollected
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from memsaver.system.devices import device_key
-from rollout.actor_base import RankAddress, join_apart, leave, open_store
+from rollout.process_group import RankAddress, join_apart, leave, open_store
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.sync_ranks import SMALL, holds, low_rank, sources
 from tests.helpers.trainer_bridge.targets import PageTarget
@@ -156,7 +156,7 @@ def test_ranks_of_other_default_groups_meet_in_a_group_apart(tmp_path: Path) -> 
 def test_variables_that_the_user_chose_are_kept(
     rdma: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.actor_base.RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("rollout.process_group.RDMA_DEVICES", tmp_path)
     if rdma:
         (tmp_path / "mlx5_0").mkdir()
     for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"):
