@@ -1,9 +1,9 @@
 """TRL's weight sync against ours, in TRL's GRPO with vLLM in its process, on one GPU.
 
 Each case trains a Qwen2.5 shape with random weights for a few steps in a process of its own, once
-with TRL's own sync and allocator of vLLM, once with `trainer_bridge.trl.use`. The table has seconds
-of a sync, the device memory that it needs at its peak beyond vLLM's weights, and rewards. Needs
-trl, peft and vllm.
+with TRL's own sync and allocator of vLLM, once with `trainer_bridge.adoption.trl.use`. The table
+has seconds of a sync, the device memory that it needs at its peak beyond vLLM's weights, and
+rewards. Needs trl, peft and vllm.
 
     python -m benchmarks.bench_trl_sync --out runs/trl_sync
 """

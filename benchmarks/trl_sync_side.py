@@ -161,7 +161,7 @@ def main(case: str, side: str, steps: int, saved: Path, tiny: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, steps, scale, Path(folder))
         if side == "memsaver":
-            from trainer_bridge import trl
+            from trainer_bridge.adoption import trl
 
             trl.use(trainer)
         generation = trainer.vllm_generation

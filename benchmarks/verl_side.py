@@ -23,8 +23,8 @@ FILE = "BENCH_VERL_FILE"
 WATCHED = 2  # the first sync connects both sides
 CLASSES = {
     "vllm": ("verl.workers.rollout.vllm_rollout", "ServerAdapter"),
-    "memsaver_vllm": ("trainer_bridge.verl.in_place_rollout", "InPlaceRollout"),
-    "memsaver": ("trainer_bridge.verl.engine_rollout", "EngineRollout"),
+    "memsaver_vllm": ("trainer_bridge.adoption.verl.in_place_rollout", "InPlaceRollout"),
+    "memsaver": ("trainer_bridge.adoption.verl.engine_rollout", "EngineRollout"),
 }
 
 

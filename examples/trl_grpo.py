@@ -12,7 +12,7 @@ import argparse
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import trainer_bridge.trl
+import trainer_bridge.adoption.trl
 
 
 def short(completions: list[str], **_: object) -> list[float]:
@@ -31,7 +31,7 @@ def main(path: str) -> None:
     )
     prompts = Dataset.from_dict({"prompt": [f"Count to {number}." for number in range(64)]})
     trainer = GRPOTrainer(model=path, reward_funcs=short, args=config, train_dataset=prompts)
-    sync = trainer_bridge.trl.use(trainer)
+    sync = trainer_bridge.adoption.trl.use(trainer)
     trainer.train()
     print(sync.receipt)
 

@@ -132,7 +132,7 @@ def _verl(_: Any) -> Finding:
 def _trl(_: Any) -> Finding:
     """Check that TRL's vLLM finds the plugin. TRL itself needs a call, and no plugin."""
     active = "memsaver" in os.environ.get("VLLM_PLUGINS", "").split(",")
-    call = "trainer_bridge.trl.use(trainer) before train()"
+    call = "trainer_bridge.adoption.trl.use(trainer) before train()"
     return _trainer("trl", "vllm.general_plugins", active, "VLLM_PLUGINS=memsaver", call)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from recipes.config.models import Baseline, Scale
 from recipes.config.recipe import Recipe
 from recipes.figures import centered, deviation
-from trainer_bridge.training import Numbers, PerToken, by_answer, flat, k3, log_ratios
+from trainer_bridge.learning import Numbers, PerToken, by_answer, flat, k3, log_ratios
 
 EPSILON = 1e-6
 """Added to a deviation."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from recipes.config.recipe import Recipe
 from recipes.sampling import Samples
 from trainer_bridge import CorrectionConfig, correct
-from trainer_bridge.training import PerToken, by_answer, flat
+from trainer_bridge.learning import PerToken, by_answer, flat
 
 OPTIONS = tuple(CorrectionConfig.__dataclass_fields__)
 

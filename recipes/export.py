@@ -60,7 +60,7 @@ def export_run(
 
 def _export(recipe: Recipe, folder: RunFolder, checkpoint: Path, to: Path, merge: bool) -> None:
     from trainer_bridge import TrainerConfig
-    from trainer_bridge.training import export_checkpoint
+    from trainer_bridge.models import export_checkpoint
 
     path = recipe.model.path
     config = TrainerConfig(

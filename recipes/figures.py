@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from recipes.sampling import Samples
 from recipes.tasks import Score, Task
-from trainer_bridge.training import Numbers
+from trainer_bridge.learning import Numbers
 
 
 def centered(numbers: ArrayLike) -> Numbers:

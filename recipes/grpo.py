@@ -32,7 +32,7 @@ from recipes.loop import Loop, Scoring, schedule_of
 from recipes.rounds import learnable, sample_groups
 from recipes.sampling import Samples, usable
 from recipes.updates import mini_batches, update
-from trainer_bridge.training import reference_figures
+from trainer_bridge.learning import reference_figures
 
 
 class GrpoLoop(Loop):

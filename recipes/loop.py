@@ -29,8 +29,8 @@ from recipes.tasks import Score
 from rollout import Rollout
 from trainer_bridge import Cycle, Schedule
 from trainer_bridge.cycle import TrainerProtocol
-from trainer_bridge.tags import PARAMS, REFERENCE
-from trainer_bridge.training import PerToken, log_ratios, mismatch
+from trainer_bridge.learning import PerToken, log_ratios, mismatch
+from trainer_bridge.tag_names import PARAMS, REFERENCE
 
 Scoring = Callable[[], list[Score]]
 """Waits for the scores of submitted answers; all calls return the same ones."""

@@ -39,8 +39,8 @@ from recipes.loop import Loop, schedule_of
 from recipes.sampling import usable
 from recipes.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
-from trainer_bridge.tags import CRITIC
-from trainer_bridge.training import Numbers, by_answer, flat, reference_figures
+from trainer_bridge.learning import Numbers, by_answer, flat, reference_figures
+from trainer_bridge.tag_names import CRITIC
 
 
 class PpoLoop(Loop):

@@ -25,7 +25,7 @@ from rollout.tag_names import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup
-from trainer_bridge.tags import REFERENCE
+from trainer_bridge.tag_names import REFERENCE
 
 # Keys and sections that a resumed run may change.
 MAY_CHANGE = (

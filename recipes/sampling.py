@@ -18,7 +18,7 @@ from recipes.tasks.scoring import to_answer
 from recipes.tasks.split import hash_text
 from rollout import Completion, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
-from trainer_bridge.training import PerToken
+from trainer_bridge.learning import PerToken
 
 
 @dataclass(frozen=True, kw_only=True)

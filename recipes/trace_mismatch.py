@@ -13,7 +13,7 @@ from rich.table import Table
 from recipes.config.load import load
 from recipes.errors import RecipeError, one_line
 from recipes.logs.run_folder import RunFolder
-from trainer_bridge.mismatch_trace import (
+from trainer_bridge.exact import (
     Compared,
     Difference,
     MismatchTrace,

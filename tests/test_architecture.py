@@ -23,9 +23,9 @@ ALONE = {
         "rollout/actor_base.py",
         "trainer_bridge/coordinator.py",
         "trainer_bridge/remote/",
-        "trainer_bridge/verl/engine_rollout.py",
-        "trainer_bridge/verl/engine_server.py",
-        "trainer_bridge/verl/replica.py",
+        "trainer_bridge/adoption/verl/engine_rollout.py",
+        "trainer_bridge/adoption/verl/engine_server.py",
+        "trainer_bridge/adoption/verl/replica.py",
     ],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "huggingface_hub": ["rollout/model/loading.py"],
@@ -89,6 +89,8 @@ def enters_by_a_face(file: str, node: ast.AST) -> Iterator[str]:
 
     The modules of memsaver.ops and memsaver.system are open to all, and kernels call kernels.
     """
+    if file in ABOVE_ALL:
+        return
     for module in imports(node):
         package, *inside = module.split(".")
         if package in CHAIN and package != file.split("/")[0] and len(inside) > 1:

@@ -32,7 +32,7 @@ from recipes.errors import RecipeError
 from tests.helpers.recipes.tiny_runs import without_pictures
 from tests.helpers.rollout.package_names import Wheel
 from tests.helpers.trainer_bridge.trl_generation import WHEEL
-from trainer_bridge.verl import CLIENTS
+from trainer_bridge.adoption.verl import CLIENTS
 
 # The arguments of each script, and names in its saved results.
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {

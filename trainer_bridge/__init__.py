@@ -11,10 +11,10 @@ from trainer_bridge.config import (
 from trainer_bridge.coordinator import open_inprocess, open_ray
 from trainer_bridge.cycle import Cycle
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
+from trainer_bridge.learning.batch import SequenceBatch
+from trainer_bridge.learning.correction import Correction, correct
 from trainer_bridge.sync.weight_sync import module_sync
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training.batch import SequenceBatch
-from trainer_bridge.training.correction import Correction, correct
 
 __all__ = [
     "ActorDied",

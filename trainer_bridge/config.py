@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from rollout.model import resolve_model
-from trainer_bridge.tags import TRAINER_TAGS
+from trainer_bridge.tag_names import TRAINER_TAGS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 LossKind = Literal["ppo", "gspo", "cispo"]

@@ -32,9 +32,10 @@ from memsaver.errors import StateError
 from rollout.protocols import Rollout
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
+from trainer_bridge.learning.batch import SequenceBatch
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync.weight_sync import SyncReceipt
-from trainer_bridge.tags import (
+from trainer_bridge.tag_names import (
     CRITIC,
     CRITIC_OPTIM,
     MODELS,
@@ -43,7 +44,6 @@ from trainer_bridge.tags import (
     TRAINED,
     TRAINER_TAGS,
 )
-from trainer_bridge.training.batch import SequenceBatch
 
 
 class TrainerProtocol(Protocol):

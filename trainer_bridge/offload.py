@@ -20,10 +20,10 @@ from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import deliver, held
 from rollout.engine_base import PeerSaver, handing_over
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
-from trainer_bridge.training.adamw_8bit import moment_specs
-from trainer_bridge.training.device import ALIGN
-from trainer_bridge.training.model import meta_model
+from trainer_bridge.models.files.moments_8bit import moment_specs
+from trainer_bridge.models.runtime import ALIGN
+from trainer_bridge.models.sharded_model import meta_model
+from trainer_bridge.tag_names import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
 
 # A prefetch leaves memory that has just become free to the engine for this many seconds: an engine
 # that waits for memory polls every 20 ms, and taking memory away from it would gain nothing.

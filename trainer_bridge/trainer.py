@@ -18,30 +18,31 @@ from rollout.model import stored_buffers
 from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
-from trainer_bridge.offload import Offloader, Wait, reserve_offload
-from trainer_bridge.sync.agree import group_agreement
-from trainer_bridge.sync.alias import PageAlias
-from trainer_bridge.sync.shards import local_shard
-from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
-from trainer_bridge.sync.writer import Shards
-from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
-from trainer_bridge.training import checkpoint
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
-from trainer_bridge.training.correction import figures_of_first_update
-from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.device import Runtime
-from trainer_bridge.training.export import ShardedWeights, save_folder
-from trainer_bridge.training.lora import Adapters, base_params, without_adapters
-from trainer_bridge.training.loss_scale import LossScale, check_scores
-from trainer_bridge.training.losses import (
+from trainer_bridge.exact.record import BitComparison
+from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
+from trainer_bridge.learning.correction import figures_of_first_update
+from trainer_bridge.learning.critic import Critic
+from trainer_bridge.learning.loss_scale import LossScale, check_scores
+from trainer_bridge.learning.losses import (
     TokenValues,
     add_gradients,
     micro_logprobs,
     policy_gradient,
     score_tokens,
 )
-from trainer_bridge.training.mismatch_record import BitComparison
-from trainer_bridge.training.model import (
+from trainer_bridge.learning.optimizer import (
+    LearningRate,
+    StreamedAdamW,
+    after_load,
+    build_optimizer,
+    optimizer_step,
+)
+from trainer_bridge.models.adapters.lora import Adapters, base_params, without_adapters
+from trainer_bridge.models.files import checkpoint
+from trainer_bridge.models.files.export import ShardedWeights, save_folder
+from trainer_bridge.models.moe import balanced_routers, replay
+from trainer_bridge.models.runtime import Runtime
+from trainer_bridge.models.sharded_model import (
     await_shards,
     build_model,
     fill_weights,
@@ -49,13 +50,20 @@ from trainer_bridge.training.model import (
     shards_in_order,
     trained_params,
 )
-from trainer_bridge.training.moe import balanced_routers, replay
-from trainer_bridge.training.optimizer import (
-    LearningRate,
-    StreamedAdamW,
-    after_load,
-    build_optimizer,
-    optimizer_step,
+from trainer_bridge.offload import Offloader, Wait, reserve_offload
+from trainer_bridge.sync.agree import group_agreement
+from trainer_bridge.sync.alias import PageAlias
+from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
+from trainer_bridge.sync.writer import Shards
+from trainer_bridge.tag_names import (
+    ADAPTERS,
+    CRITIC,
+    CRITIC_OPTIM,
+    OPTIM,
+    PARAMS,
+    REFERENCE,
+    TRAINED,
 )
 
 

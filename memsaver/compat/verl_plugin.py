@@ -13,7 +13,7 @@ NAME = "memsaver"
 
 if os.environ.get("VERL_ENGINE_VENDOR") == NAME:
     try:
-        from trainer_bridge.verl import register
+        from trainer_bridge.adoption.verl import register
 
         register(NAME)
     except Exception:  # verl itself reports it at level DEBUG only

@@ -22,7 +22,7 @@ from memsaver import Event
 from memsaver.system.files import replaced
 from recipes.logs.run_folder import Row, Run, kind_of, qualities
 from rollout.tag_names import TAGS as ROLLOUT_TAGS
-from trainer_bridge.tags import TRAINER_TAGS
+from trainer_bridge.tag_names import TRAINER_TAGS
 
 MIB, GIB = 2**20, 2**30
 WIDTH = 7.4  # inches

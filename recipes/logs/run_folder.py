@@ -49,7 +49,7 @@ from recipes.config.load import recipe_text
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
 from trainer_bridge.errors import RankFailed
-from trainer_bridge.training import read_values
+from trainer_bridge.models import read_values
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"

@@ -45,11 +45,12 @@ from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
+from trainer_bridge.exact import plan_exact
+from trainer_bridge.models import Runtime, code_tables
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt, scratch_for
-from trainer_bridge.tags import REFERENCE
+from trainer_bridge.tag_names import REFERENCE
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import Runtime, code_tables, plan_exact
 
 Stages = dict[str, dict[str, Any]]
 """Peaks by stage, as in `recipes.logs.monitor.Peaks`."""

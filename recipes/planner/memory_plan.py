@@ -38,7 +38,7 @@ from recipes.planner.tracing import NO_ENGINE, PAGE, EngineSizes
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import check_context, pool_fault, request_tokens
 from rollout.tag_names import KV_CACHE, WEIGHTS
-from trainer_bridge.tags import CRITIC_OPTIM, OPTIM, PARAMS
+from trainer_bridge.tag_names import CRITIC_OPTIM, OPTIM, PARAMS
 
 GUESSED_PROMPT = 64  # tokens of a prompt without a tokenizer at hand
 PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, libraries, CUDA

@@ -20,7 +20,7 @@ from recipes.planner.memory_plan import MemoryPlan, Switch, placed, planning
 from recipes.planner.micro_batch import UNPLANNED, choose_size, reason, sizes_to_try
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
-from trainer_bridge.tags import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
+from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
 # Seconds, measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again; to cast, copy
 # and compare a GiB of weights; and for the messages of a sync.

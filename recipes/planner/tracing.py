@@ -40,7 +40,7 @@ from memsaver.report import PAGE_POOL
 from recipes.planner.allocator import CachingAllocator
 from rollout import Completion, SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
-from trainer_bridge.training import packed_attention
+from trainer_bridge.models import packed_attention
 
 PAGE = 2 << 20
 _CPU, _META = torch.device("cpu"), torch.device("meta")

@@ -52,7 +52,8 @@ from rollout.model import (
 from rollout.weights import arena_nbytes
 from trainer_bridge import TrainerConfig
 from trainer_bridge.config import INSTALL_OPTIM
-from trainer_bridge.training import FLASH, check_layout, lora_target_names, why_not_exact
+from trainer_bridge.exact import why_not_exact
+from trainer_bridge.models import FLASH, check_layout, lora_target_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_bridge.training.moe import expert_routers
+from trainer_bridge.models.moe import expert_routers
 
 
 @torch.no_grad()

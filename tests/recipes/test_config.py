@@ -15,7 +15,7 @@ import recipes
 from recipes.cli import main
 from recipes.config.models import TAGS, TRAINED
 from recipes.config.recipe import FIELDS
-from trainer_bridge import tags
+from trainer_bridge import tag_names
 from trainer_bridge.cycle import RESIDENT_TAGS
 
 TINY = Path(recipes.__file__).parent / "tiny.yaml"
@@ -133,4 +133,4 @@ def test_command_ends_silently_when_its_output_pipe_is_closed(words: list[str]) 
 
 
 def test_recipe_tags_equal_those_of_the_cycle() -> None:
-    assert RESIDENT_TAGS == TAGS and TRAINED == tags.TRAINED
+    assert RESIDENT_TAGS == TAGS and TRAINED == tag_names.TRAINED

@@ -20,9 +20,9 @@ from recipes.run import start_run
 from recipes.sampling import Samples
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
+from trainer_bridge.learning import flat
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import flat
 
 FP8 = ("engine.kv_cache_dtype=fp8_e4m3", "eval.every=0", "checkpoint.every=0", "steps=2")
 DECOUPLED, BYPASS = "correction.mode=decoupled", "correction.mode=bypass"

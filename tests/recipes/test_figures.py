@@ -23,8 +23,8 @@ from recipes.sampling import Samples
 from recipes.tasks import Problem, Score, Task
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
+from trainer_bridge.learning import PerToken, by_answer, flat, log_ratios, reference_figures
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import PerToken, by_answer, flat, log_ratios, reference_figures
 
 number = st.floats(-3, 3)
 per_token = st.lists(st.lists(number, max_size=6), min_size=1, max_size=5)

@@ -11,7 +11,7 @@ import pytest
 from recipes.cli import main
 from recipes.run import continue_run, start_run
 from tests.helpers.recipes.tiny_runs import ONE_LAYER, SMALL, rows, same_rows
-from trainer_bridge.training import loss_scale
+from trainer_bridge.learning import loss_scale
 
 HALF = "model.dtype=float16"
 # Rewards are lengths of texts, so that all updates have a gradient.

@@ -23,7 +23,7 @@ from recipes.ppo import (
     with_advantages,
 )
 from trainer_bridge import Schedule, SequenceBatch
-from trainer_bridge.training import by_answer, flat
+from trainer_bridge.learning import by_answer, flat
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)

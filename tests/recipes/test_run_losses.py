@@ -23,7 +23,7 @@ from tests.helpers.recipes.tiny_runs import (
     without_pictures,
 )
 from tests.helpers.trainer_bridge.states import assert_same_bits
-from trainer_bridge.training import read_values
+from trainer_bridge.models import read_values
 
 # Rewards are lengths of texts: an untrained model gets different ones.
 FEW = ["grpo.prompts_per_step=3", "grpo.samples_per_prompt=4", "eval.every=0", "samples=64"]

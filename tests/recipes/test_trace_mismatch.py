@@ -17,9 +17,9 @@ from recipes.cli import main
 from tests.helpers.case_selection import some
 from tests.helpers.models import save_tiny
 from tests.helpers.recipes.tiny_runs import rows
-from trainer_bridge import mismatch_trace
+from trainer_bridge.exact import trace
+from trainer_bridge.exact.record import FILE, MismatchRecord, UnequalSequence
 from trainer_bridge.ops import exact, token_scores
-from trainer_bridge.training.mismatch_record import FILE, MismatchRecord, UnequalSequence
 
 ROW = 4  # of the tensor in which a fault is planted
 RUN = ("tiny", "exact=true", "model.dtype=float32", "steps=2", "eval.every=0")
@@ -104,14 +104,14 @@ def traced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 def plant_in(module: str, plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault in a module of the trainer's decoder."""
-    build = mismatch_trace.build_model
+    build = trace.build_model
 
     def build_wrong(*arguments: Any) -> Any:
         model: Any = build(*arguments)
         plant(model.get_decoder().get_submodule(module))
         return model
 
-    monkeypatch.setattr(mismatch_trace, "build_model", build_wrong)
+    monkeypatch.setattr(trace, "build_model", build_wrong)
 
 
 @pytest.mark.parametrize(("name", "module", "plant"), IN_MODULES, ids=[n for n, *_ in IN_MODULES])

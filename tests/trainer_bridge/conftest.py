@@ -16,7 +16,7 @@ from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.models import config, write_model
 from tests.helpers.trainer_bridge.trl_generation import imported, tiny_generation
 from trainer_bridge import Trainer
-from trainer_bridge.training import Runtime
+from trainer_bridge.models import Runtime
 
 
 @pytest.fixture(params=["torch", "triton"])

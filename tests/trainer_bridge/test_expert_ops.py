@@ -18,10 +18,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
 from tests.helpers.triton_compiler import compile_alone
+from trainer_bridge.models.moe import mix_experts
 from trainer_bridge.ops.exact import ONE_RANK, ExpertRanks
 from trainer_bridge.ops.exact import mix_experts as mix_experts_exactly
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
-from trainer_bridge.training.moe import mix_experts
 
 # (tokens, choices, experts, width)
 SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (40, 8, 128, 2056), (33, 2, 64, 16)])

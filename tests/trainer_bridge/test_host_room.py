@@ -18,7 +18,7 @@ from trainer_bridge import Cycle, LoraConfig, Trainer, open_inprocess
 from trainer_bridge.config import CriticConfig
 from trainer_bridge.offload import offloaded_bytes
 from trainer_bridge.remote.actor import TrainerActor
-from trainer_bridge.tags import TRAINER_TAGS
+from trainer_bridge.tag_names import TRAINER_TAGS
 
 CASES: dict[str, dict[str, Any]] = {
     "masters": {"param_dtype": "bfloat16"},

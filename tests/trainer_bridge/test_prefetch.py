@@ -22,8 +22,8 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import LoraConfig, Trainer
+from trainer_bridge.models import sharded_model as model_module
 from trainer_bridge.sync.shards import local_shard
-from trainer_bridge.training import model as model_module
 
 Make = Callable[..., Trainer]
 PIECE = 1 << 10

@@ -29,10 +29,10 @@ from trainer_bridge import (
     TrainerConfig,
     open_ray,
 )
+from trainer_bridge.models import export_checkpoint
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.group import reserved
 from trainer_bridge.remote.placement import Placement
-from trainer_bridge.training import export_checkpoint
 
 pytestmark = pytest.mark.ray
 

@@ -11,7 +11,7 @@ from rollout.tag_names import TAGS
 from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import Cycle, open_inprocess, open_ray
-from trainer_bridge.tags import TRAINER_TAGS
+from trainer_bridge.tag_names import TRAINER_TAGS
 
 pytestmark = pytest.mark.ray
 

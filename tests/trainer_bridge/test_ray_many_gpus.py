@@ -20,10 +20,10 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_ray
+from trainer_bridge.models import export_checkpoint
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.remote.group import RemoteGroup
-from trainer_bridge.tags import TRAINER_TAGS
-from trainer_bridge.training import export_checkpoint
+from trainer_bridge.tag_names import TRAINER_TAGS
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.gpus(2)

@@ -26,7 +26,7 @@ from tests.helpers.trainer_bridge.models import config, make_batch
 from tests.helpers.two_nodes import ADDRESSES, Driver, Nodes
 from trainer_bridge import Cycle, open_inprocess, open_ray
 from trainer_bridge.remote.receiver import RolloutRankActor
-from trainer_bridge.tags import TRAINER_TAGS
+from trainer_bridge.tag_names import TRAINER_TAGS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 BOTH = {"nodes": 2}  # trainer and engine on each node

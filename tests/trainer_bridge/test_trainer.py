@@ -40,7 +40,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Schedule, SequenceBatch, Trainer
-from trainer_bridge.training import model as model_module
+from trainer_bridge.models import sharded_model as model_module
 
 Make = Callable[..., Trainer]
 LLAMA3_ROPE = {

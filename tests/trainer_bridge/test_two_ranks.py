@@ -47,8 +47,8 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Trainer
+from trainer_bridge.models import sharded_model as model_module
 from trainer_bridge.sync.shards import local_shard, shard_box
-from trainer_bridge.training import model as model_module
 
 UNEVEN = {
     "vocab_size": 97,

@@ -19,7 +19,7 @@ from rollout.tag_names import WEIGHTS
 from trainer_bridge.errors import ActorDied
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, introduce
 from trainer_bridge.remote.placement import Placement
-from trainer_bridge.tags import PARAMS, TRAINER_TAGS
+from trainer_bridge.tag_names import PARAMS, TRAINER_TAGS
 
 OnReplaced = Callable[[int, ActorDied], None]
 """Called with the number of the replacement and its cause before the new engine starts."""

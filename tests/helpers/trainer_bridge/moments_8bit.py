@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer_bridge import Trainer
+from trainer_bridge.models.files.moments_8bit import code_tables
 from trainer_bridge.sync.shards import local_shard
-from trainer_bridge.training.adamw_8bit import code_tables
 
 EIGHT: dict[str, Any] = {"optimizer": "adamw_8bit"}
 # Matrices of 128 x 64 and 64 x 64, whose halves begin at a block; those of the MLP, of 101 rows or

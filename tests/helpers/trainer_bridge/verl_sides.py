@@ -91,7 +91,7 @@ class EngineSide:
         from vllm import device_allocator
         from vllm.distributed import parallel_state
 
-        from trainer_bridge.verl.replica import InPlaceReplica, InPlaceServer
+        from trainer_bridge.adoption.verl.replica import InPlaceReplica, InPlaceServer
 
         assert RolloutReplicaRegistry.get("memsaver_vllm") is InPlaceReplica
         made: Any = InPlaceReplica(replica, rollout_config(), None, gpus_per_node=1)
@@ -141,7 +141,7 @@ class EngineSide:
 
     def die_in(self, method: str) -> None:
         """Let this process end itself in the middle of the next update."""
-        from trainer_bridge.verl.worker_extension import WorkerSide
+        from trainer_bridge.adoption.verl.worker_extension import WorkerSide
 
         setattr(WorkerSide, method, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 

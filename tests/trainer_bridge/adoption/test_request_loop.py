@@ -1,0 +1,100 @@
+"""Concurrent requests to one engine, and the size of its KV pool, without verl."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import StateError
+from rollout import EngineConfig, SamplingParams, StreamingEngine
+from rollout.model import load_model_config
+from tests.helpers.models import save_tiny
+from trainer_bridge.adoption.verl.engine_rank import pool_tokens
+from trainer_bridge.adoption.verl.request_loop import RequestLoop
+
+LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> StreamingEngine:
+    save_tiny(tmp_path, "qwen2")
+    return StreamingEngine.from_pretrained(tmp_path, kv_tokens=1024)
+
+
+def loop_over(engine: StreamingEngine) -> tuple[RequestLoop, list[str]]:
+    """Return a loop, and the list of the methods that it calls."""
+    called: list[str] = []
+
+    def call(method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        called.append(method)
+        return [getattr(engine, method)(*args, **kwargs)]
+
+    return RequestLoop(call), called
+
+
+def test_short_requests_overtake_a_long_one(engine: StreamingEngine) -> None:
+    async def run() -> None:
+        loop, called = loop_over(engine)
+        long = asyncio.ensure_future(loop.answer("long", [5, 6], LONG))
+        await asyncio.sleep(0)
+        shorts = await asyncio.gather(*[loop.answer(f"{n}", [7, n], SHORT) for n in range(3)])
+        assert [len(short.token_ids) for short in shorts] == [4] * 3 and not long.done()
+        with pytest.raises(ValueError, match="request long is unfinished"):
+            await loop.answer("long", [5], SHORT)
+        with pytest.raises(ValueError, match="the prompt needs 1200 KV tokens"):
+            await loop.answer("much", [5] * 1000, LONG)
+        await loop.call("forget_prefixes")
+        assert not long.done()
+        assert len((await long).token_ids) == 200
+        await loop.drained()
+        assert {*called} == {"advance", "forget_prefixes"} and len(called) > 200 / 4
+
+    asyncio.run(run())
+    engine.check_integrity()
+
+
+def test_request_whose_caller_left_leaves_the_engine(engine: StreamingEngine) -> None:
+    async def run() -> None:
+        loop, _ = loop_over(engine)
+        asked = asyncio.ensure_future(loop.answer("left", [5, 6], LONG))
+        await loop.answer("other", [7], SHORT)
+        asked.cancel()
+        await loop.drained()
+        assert engine.stats.computed_tokens < 200
+
+    asyncio.run(run())
+
+
+def test_error_of_the_engine_reaches_every_request(engine: StreamingEngine) -> None:
+    async def run() -> None:
+        loop, _ = loop_over(engine)
+        engine.sleep()
+        asked = [loop.answer(f"{n}", [n], SHORT) for n in range(2)]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(error) for error in errors] == [StateError] * 2
+        engine.wake_up()
+        assert len((await loop.answer("0", [5], SHORT)).token_ids) == 4
+
+    asyncio.run(run())
+
+
+def test_pool_takes_its_share_of_a_gpu_and_no_more_than_requests_can_fill(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2")
+    model = load_model_config(tmp_path)
+    options = {"max_context_len": 128, "max_running": 64, "max_prefill_tokens": 256}
+    token = EngineConfig().page_size
+
+    def tokens(total: int | None, share: float = 0.5, **changes: int) -> int:
+        return pool_tokens(model, options | changes, torch.bfloat16, total, share)
+
+    assert tokens(80 << 30) == 64 * 128
+    some = tokens(2 << 20)
+    assert 128 <= some < 64 * 128 and some % token == 0 and tokens(2 << 20, 0.6) > some
+    assert tokens(None) == 256
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.01: .* raise it, or lower"):
+        tokens(1 << 20, 0.01)

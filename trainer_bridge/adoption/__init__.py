@@ -1,0 +1,1 @@
+"""memsaver in other trainers: TRL, verl, and models of PEFT."""

@@ -1,0 +1,82 @@
+"""What verl's servers of an engine share: weight updates, and their failures."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from threading import Thread
+
+from memsaver import StateError
+from rollout import channel
+from rollout.actor_base import ActorBase
+from trainer_bridge.adoption.verl.names import socket_name
+
+Outcome = tuple[int | None, str | None]
+"""The version that a process serves, or None and the reason."""
+
+
+class UpdatedServer(ABC):
+    """Server that refuses requests after a failed weight update."""
+
+    _undefined: str | None = None
+
+    @abstractmethod
+    async def serve_update(self) -> Sequence[Outcome]:
+        """Let all processes that have weights serve one update, and return their outcomes.
+
+        Afterwards, no request may use keys and values of earlier weights.
+        """
+
+    @abstractmethod
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Set the number of the weights, which answers report."""
+
+    async def connect_trainer(self, pair: str) -> None:
+        """Connect to a trainer rank's socket, and begin to answer its calls of `update_in_place`.
+
+        A call over the socket takes less time than a call of a Ray actor.
+        """
+        calls = await asyncio.to_thread(channel.connect, socket_name(pair))
+        side = _InLoop(self, asyncio.get_running_loop())
+        Thread(target=_serve, args=(calls, side), daemon=True, name="weight-updates").start()
+
+    async def update_in_place(self, version: int) -> None:
+        """Let the engine serve one update.
+
+        A StateError says that a process does not serve `version` afterwards. From any error on,
+        requests are refused until an update succeeds.
+        """
+        try:
+            outcomes = await self.serve_update()
+            if wrong := [outcome for outcome in outcomes if outcome[0] != version]:
+                raise StateError(
+                    f"the engine serves (version, reason) {wrong}, not version {version}"
+                )
+        except BaseException as error:
+            self._undefined = f"the last weight update failed: {type(error).__name__}: {error}"
+            raise
+        self._undefined = None
+        await self.set_global_steps(version)
+
+    def require_defined(self) -> None:
+        """Raise a StateError if the last weight update failed."""
+        if self._undefined is not None:
+            raise StateError(f"cannot generate: {self._undefined}")
+
+
+class _InLoop(ActorBase):
+    """The calls of a trainer rank, which run in the server's event loop."""
+
+    def __init__(self, server: UpdatedServer, loop: asyncio.AbstractEventLoop) -> None:
+        self._server, self._loop = server, loop
+
+    def update_in_place(self, version: int) -> None:
+        update = self._server.update_in_place(version)
+        asyncio.run_coroutine_threadsafe(update, self._loop).result()
+
+
+def _serve(calls: Connection, side: ActorBase) -> None:
+    with calls:
+        channel.serve(calls, side)

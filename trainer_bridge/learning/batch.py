@@ -1,0 +1,359 @@
+"""Batches of sequences to score or to learn from, and their division into micro batches."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memsaver.ops.layout import round_up, send_together
+from rollout.requests import COLDEST
+from trainer_bridge.learning.token_numbers import flat
+from trainer_bridge.models.packing import Packing
+
+_PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
+_ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
+PER_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "weights", "values", "returns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Sequences of a batch in B rows of L positions, with N response tokens in all.
+
+    The sequences are packed end to end in one row, or there is one per row, padded on the right.
+    Token target[n] is predicted by the logits at (row[n], kept[column[n]]), sequence by sequence.
+    """
+
+    rows: tuple[int, ...]  # index of each sequence in the batch; -1 for a filler
+    counts: tuple[int, ...]  # response tokens of each sequence
+    input_ids: Tensor  # int64 [B, L]
+    real: Tensor  # bool [B, L], False for padding and fillers
+    packing: Packing | None  # None if padded
+    kept: Tensor  # int64 [K], positions whose logits are needed
+    row: Tensor  # int64 [N]
+    column: Tensor  # int64 [N]
+    target: Tensor  # int64 [N], response tokens
+    # Experts to replay, int16 [B * L, layers, top_k], -1 if unknown; None without replay.
+    routed: Tensor | None = None
+    # Rows of the response tokens, int64 [N], in which each sequence has a multiple of a step, and
+    # the number of rows; None if they have no others.
+    slots: Tensor | None = None
+    num_slots: int = 0
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments for a model of transformers."""
+        arguments: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        if self.packing is not None:
+            arguments |= {"packing": self.packing, "position_ids": self.packing.position_ids}
+        return arguments
+
+    def token_counts(self) -> Tensor:
+        """Return the response tokens of each sequence, int64, on the micro batch's device."""
+        counts = torch.tensor(self.counts, dtype=torch.int64)
+        return send_together([counts], self.input_ids.device)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceBatch:
+    """Sequences to score or to learn from, checked on construction.
+
+    All fields but `temperature` have one entry per sequence. Scores need only the token ids.
+    `update_actor` also needs `advantages`, either `old_logprobs` or `rollout_logprobs`, and
+    `ref_logprobs` with `PolicyLoss.kl_coef`. `update_critic` needs `values` and `returns`. A
+    ValueError names a field whose length does not match.
+
+    Attributes:
+        prompt_ids: Token ids of each prompt; none is empty.
+        response_ids: Token ids exactly as generated, including EOS.
+        old_logprobs: Per response token, the log-probability under the policy that generated it.
+        rollout_logprobs: Per response token, the log-probability in the rollout, for the first
+            update after the sampling. It takes its own log-probabilities as the old ones, without
+            a pass to compute them before, and reports how they differ from the rollout's.
+        advantages: Per response token, or one number per sequence that applies to all its tokens.
+        ref_logprobs: Per response token, the log-probability under the reference.
+        weights: Per response token, a factor of its term in the policy's loss, without effect on
+            the number of tokens that the loss averages over (`correct`). None: all are 1.
+        values: Per response token, the critic's value before its update.
+        returns: Per response token, the critic's target.
+        routed_experts: Per sequence, integers [K, layers with experts, top_k]: the experts of the
+            last K tokens before the final one (`Completion.routed_experts`), or None if they are
+            unknown. The policy uses these experts in scores and updates, and its own choice for all
+            other tokens.
+        temperature: Sampling temperature, which divides the logits; finite and positive. Score
+            greedy samples with 1.0.
+    """
+
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    old_logprobs: list[list[float]] | None = None
+    rollout_logprobs: list[list[float]] | None = None
+    advantages: list[float] | list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    weights: list[list[float]] | None = None
+    values: list[list[float]] | None = None
+    returns: list[list[float]] | None = None
+    routed_experts: Sequence[NDArray[Any] | None] | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        count = len(self.prompt_ids)
+        for name in ("response_ids", "advantages", "routed_experts", *PER_TOKEN):
+            value = getattr(self, name)
+            if value is not None and len(value) != count:
+                raise ValueError(
+                    f"{name} has {len(value)} entries for {count} prompts; pass one per sequence"
+                )
+        for i, prompt in enumerate(self.prompt_ids):
+            if not prompt:
+                raise ValueError(
+                    f"prompt {i} is empty; it needs at least a beginning-of-sequence token"
+                )
+        for name in (*PER_TOKEN, "advantages"):
+            self._check_tokens(name)
+        if not COLDEST <= self.temperature < float("inf"):
+            rule = f"must be finite and at least {COLDEST:g} (score greedy samples with 1.0)"
+            raise ValueError(f"temperature={self.temperature} {rule}")
+        for i, routed in enumerate(self.routed_experts or ()):
+            if routed is not None and len(routed) >= self.lengths[i]:
+                text = f"routed_experts {i} has entries for {len(routed)} tokens"
+                raise ValueError(f"{text}, the sequence has {self.lengths[i] - 1} before its last")
+
+    def _check_tokens(self, name: str) -> None:
+        entries = getattr(self, name)
+        if entries is None:
+            return
+        if name not in PER_TOKEN and not any(isinstance(entry, list) for entry in entries):
+            return
+        for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
+            got, want = len(entry) if isinstance(entry, list) else "no list of", len(response)
+            if got != want:
+                text = f"{name} {i} has {got} numbers for {want} response tokens"
+                raise ValueError(f"{text}; pass one per token")
+
+    def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
+        """Return a field's values for the response tokens of a micro batch.
+
+        Args:
+            name: Field with numbers per token or per sequence.
+            micro: Micro batch of this batch.
+
+        Returns:
+            fp32 [N], on the micro batch's device.
+        """
+        entries, values = getattr(self, name), list[float]()
+        for row, count in zip(micro.rows, micro.counts, strict=True):
+            if row >= 0:
+                entry = entries[row]
+                values += entry if isinstance(entry, list) else [entry] * count
+        host = torch.from_numpy(np.array(values, dtype=np.float32))
+        return send_together([host], micro.input_ids.device)[0]
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """Return a batch of selected sequences.
+
+        Args:
+            rows: Indices of the sequences, in the order of the result.
+
+        Returns:
+            The new batch.
+        """
+        fields = ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN)
+        chosen: dict[str, Any] = {}
+        for name in fields:
+            if (value := getattr(self, name)) is not None:
+                chosen[name] = [value[row] for row in rows]
+        return dataclasses.replace(self, **chosen)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of response tokens of all sequences."""
+        return sum(map(len, self.response_ids))
+
+    @property
+    def max_length(self) -> int:
+        """Return the number of tokens of the longest sequence, including its prompt."""
+        return max(self.lengths, default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each sequence, including its prompt."""
+        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
+        return [len(prompt) + len(response) for prompt, response in pairs]
+
+
+def dispatch(
+    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool, step: int = 1
+) -> list[list[int]]:
+    """Dispatch the batch to ranks, and return the indices of this rank's sequences in chunks.
+
+    Long sequences come first, and -1 is a filler. All ranks get the same numbers of chunks and of
+    sequences per chunk, because their collectives must match. `size` limits the sequences of a
+    chunk. If `packed`, the limit is `size` times the tokens of the longest sequence instead.
+
+    A sequence takes a multiple of `step` tokens. If that is above 1, the order of the sequences
+    does not depend on `size`.
+    """
+    lengths = [round_up(length, step) for length in batch.lengths]
+    order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
+    order += [-1] * (-len(order) % world)
+    own_rows = order[rank::world]
+    if not packed:
+        return [own_rows[first : first + size] for first in range(0, len(own_rows), size)]
+    # The longest sequence among the ranks at each position. Rank 0 never has a filler.
+    longest = [lengths[row] for row in order[::world]]
+    return _fill(own_rows, longest, size * round_up(batch.max_length, step), in_order=step > 1)
+
+
+def _fill(
+    rows: Sequence[int], lengths: Sequence[int], tokens: int, *, in_order: bool
+) -> list[list[int]]:
+    """Pack rows into chunks of at most `tokens` tokens, each row into the first chunk with room.
+
+    Rows are sorted by descending length. The fullest chunk comes first, so that the allocator can
+    reuse its blocks for all others. If `in_order`, only the last chunk is filled up.
+    """
+    chunks, left = list[list[int]](), list[int]()
+    for row, length in zip(rows, lengths, strict=True):
+        open_ones = range(max(0, len(chunks) - 1) if in_order else 0, len(chunks))
+        fit = next((i for i in open_ones if left[i] >= length), len(chunks))
+        if fit == len(chunks):
+            chunks.append([])
+            left.append(tokens)
+        chunks[fit].append(row)
+        left[fit] -= length
+    if in_order:
+        return chunks
+    return [chunks[i] for i in sorted(range(len(chunks)), key=left.__getitem__)]
+
+
+def lay_out(
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    device: torch.device,
+    size: int,
+    *,
+    packed: bool,
+    step: int = 1,
+) -> MicroBatch:
+    """Build the micro batch of one chunk, packed end to end or padded.
+
+    Padding is on the right, where the causal mask hides it. In a packed row, a filler rounds the
+    number of tokens up to a multiple of 1 / 16 of the largest chunk, or of the longest sequence if
+    that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
+    cache.
+
+    `rows` is a chunk of `dispatch`, called with the same `size`, `packed` and `step`. A packed
+    sequence is padded to a multiple of `step` tokens.
+    """
+    prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
+    responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
+    tails = [[0] * (-(len(p) + len(r)) % step) for p, r in zip(prompts, responses, strict=True)]
+    if packed:
+        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), max(_ALIGNED, step))
+        if spare := -sum(map(len, chain(prompts, responses, tails))) % unit:
+            rows, prompts = [*rows, -1], [*prompts, [0] * spare]
+            responses, tails = [*responses, []], [*tails, []]
+    counts, parts = tuple(map(len, responses)), [*zip(prompts, responses, tails, strict=True)]
+    lengths = tuple(sum(map(len, each)) for each in parts)
+    tokens = chain.from_iterable(chain.from_iterable(parts))
+    values = np.fromiter(tokens, np.int64, sum(lengths))
+    sizes = np.array(lengths)
+    sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
+    place = np.arange(len(values)) - (np.cumsum(sizes) - sizes)[sequence]  # in its sequence
+    shape = (1, len(values)) if packed else (len(sizes), max(lengths))
+    at = np.arange(len(values)) if packed else sequence * shape[1] + place  # in the rows
+
+    def laid(of_tokens: NDArray[Any]) -> NDArray[Any]:
+        rows = np.zeros(shape, of_tokens.dtype)
+        rows.ravel()[at] = of_tokens
+        return rows
+
+    begin, count = np.array([*map(len, prompts)])[sequence], np.array(counts)[sequence]
+    answered = (place >= begin) & (place < begin + count)
+    row, position = np.divmod(at[answered] - 1, shape[1])  # the token before predicts
+    kept, column = np.unique(position, return_inverse=True)
+    arrays = {
+        "input_ids": laid(values),
+        "kept": kept if len(kept) else np.zeros(1, np.int64),
+        "row": row,
+        "column": column,
+        "target": values[answered],
+        "real": laid(np.array(rows)[sequence] >= 0),
+    }
+    slots = [round_up(count, step) for count in counts]
+    if step > 1:
+        starts = np.cumsum([0, *slots[:-1]])
+        arrays["slots"] = (place - begin + starts[sequence])[answered]
+    if packed:
+        arrays["bounds"] = np.array([0, *accumulate(lengths)], np.int32)
+        arrays["position_ids"] = place[None]
+    places = lengths if packed else (max(lengths),) * len(lengths)
+    if (routed := _routed(batch, rows, lengths, places)) is not None:
+        arrays["routed"] = routed
+    # One transfer without a wait: parameters may be reloading over the same link.
+    sent = send_together([*map(torch.from_numpy, arrays.values())], device)
+    tensors = dict(zip(arrays, sent, strict=True))
+    packing = None
+    if packed:
+        bounds, position_ids = tensors.pop("bounds"), tensors.pop("position_ids")
+        packing = Packing(lengths, bounds, position_ids, undivided=step > 1)
+    return MicroBatch(
+        rows=tuple(rows), counts=counts, packing=packing, num_slots=sum(slots), **tensors
+    )
+
+
+def _routed(
+    batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int], places: Sequence[int]
+) -> NDArray[np.int16] | None:
+    """Lay out `routed_experts` by position: int16 [sum(places), layers, top_k], -1 if unknown.
+
+    Row i has lengths[i] tokens in places[i] positions. The result is None if no experts are known.
+    """
+    given = batch.routed_experts or ()
+    known = next((routed for routed in given if routed is not None), None)
+    if known is None:
+        return None
+    laid = np.full((sum(places), *known.shape[1:]), -1, dtype=np.int16)
+    for row, length, place, end in zip(rows, lengths, places, accumulate(places), strict=True):
+        if row >= 0 and (routed := given[row]) is not None:
+            last = end - place + length - 1
+            laid[last - len(routed) : last] = routed
+    return laid
+
+
+def check_tokens(batch: SequenceBatch, model: Any) -> None:
+    """Raise a ValueError for token ids or lengths that the model's configuration excludes.
+
+    An id outside the vocabulary would destroy a GPU's context, and a position beyond the limit
+    would be scored wrongly.
+    """
+    limit = model.max_position_embeddings
+    if batch.max_length > limit:
+        text = f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions"
+        raise ValueError(f"{text}; shorten it")
+    words = model.vocab_size
+    for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
+        if ids and not 0 <= min(ids) <= max(ids) < words:
+            raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{words - 1}")
+
+
+def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequence[str]) -> None:
+    """Raise a ValueError if `method`, which needs fields `names`, cannot learn from the batch."""
+    check_tokens(batch, model)
+    if any(getattr(batch, name) is None for name in names):
+        raise ValueError(f"{method} needs a SequenceBatch with {' and '.join(names)}")
+    if batch.rollout_logprobs is not None:
+        if batch.old_logprobs is not None:
+            raise ValueError(f"{method} takes old_logprobs or rollout_logprobs, not both")
+        if not np.isfinite(flat(batch.rollout_logprobs)).all():
+            raise ValueError(f"{method}: rollout_logprobs are not all finite")
+    if not batch.num_tokens:
+        raise ValueError(f"{method} got no response tokens to learn from; skip the step")

@@ -1,0 +1,1 @@
+"""Low-rank adapters, in the model and in PEFT's files."""

@@ -1,0 +1,1 @@
+"""Weights and moments in files: the first weights, checkpoints and exports."""

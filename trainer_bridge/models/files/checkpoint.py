@@ -1,0 +1,259 @@
+"""Training checkpoints of parameters, moments and plain values, by torch.distributed.checkpoint.
+
+A directory is replaced as a whole or not at all. Loading writes into the existing tensors, so
+addresses do not change. Tensors are stored in safetensors files and values in JSON, so loading a
+foreign directory executes nothing; torch's own format contains pickles.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from memsaver.system.files import replace_text, sync
+from memsaver.system.plain import all_gather_plain
+from rollout.model import open_checkpoint
+from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
+from trainer_bridge.models.files.moments_8bit import is_scales, requantize
+
+_VALUES = "values.json"
+_BEFORE = ".before"
+_FILE_BYTES = 2 << 30
+
+
+def state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
+) -> dict[str, Tensor]:
+    """Return the trained tensors of a model and its optimizer by name, without a copy.
+
+    Masters are returned in place of their parameters. Names begin with `prefix`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        moments = optimizer.state[param]
+        tensors[f"{prefix}params.{name}"] = moments.get("master", param.detach())
+        for moment in [key for key in moments if key not in ("step", "master")]:
+            tensors[f"{prefix}optim.{moment}.{name}"] = moments[moment]
+    return tensors
+
+
+def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Save tensors and JSON values, replacing `directory`; a collective call.
+
+    All ranks must share the directory's filesystem.
+    """
+    text = json.dumps(values)  # fails before anything is written
+    with whole_directory(directory) as partial:
+        writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
+        with _unwrapped():
+            dcp.save(dict(tensors), storage_writer=writer)
+        if _is_first():
+            replace_text(Path(partial, _VALUES), text)
+
+
+@contextlib.contextmanager
+def whole_directory(directory: str) -> Iterator[str]:
+    """Replace `directory` as a whole if the block succeeds on all ranks; a collective call.
+
+    The block writes into the new directory, whose path is yielded. If the block fails on a rank,
+    the new directory is removed and every rank raises.
+    """
+    directory = os.path.abspath(directory)
+    partial = f"{directory}.partial"
+    try:
+        with together():
+            if _is_first():
+                _remove(partial)
+                os.makedirs(partial)
+        with together():
+            yield partial
+        with together():
+            if _is_first():
+                _replace(directory, partial)
+    except BaseException:
+        if _is_first():
+            with contextlib.suppress(OSError):
+                _remove(partial)
+        raise
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Wait for all ranks at the end of the block, and raise on every rank if one failed.
+
+    A failed rank raises its own error, other ranks raise OtherRankFailed, so no rank waits forever.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+    texts = all_gather_plain(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise OtherRankFailed(f"rank {rank} failed: {text}")
+
+
+def read_values(directory: str) -> dict[str, Any]:
+    """Return the values of a checkpoint; ValueError if the directory has no complete checkpoint."""
+    with open(os.path.join(_complete(directory), _VALUES), encoding="utf-8") as file:
+        return json.load(file)
+
+
+def load(
+    directory: str,
+    tensors: Mapping[str, Tensor],
+    adapters: Mapping[str, Any] | None = None,
+    began_with: str | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint, perhaps of another number of ranks, into `tensors`; return its values.
+
+    Moments in 8 bits, whose blocks depend on the number of ranks, are quantized again where needed.
+    The stored adapters must equal `adapters` (`Adapters.identity`). The stored digest, if there is
+    one, must equal `began_with` (`weights_digest`).
+
+    Raises:
+        ValueError: The checkpoint is incomplete, or of another model, optimizer or adapters.
+            Nothing was loaded.
+        OtherWeights: The run started from other weights. Nothing was loaded.
+    """
+    values, directory = read_values(directory), _complete(directory)
+    if adapters != (stored := values.get("adapters")):
+        rule = f"trains adapters {stored}, this trainer {adapters} (None: all parameters)"
+        raise ValueError(f"checkpoint {directory!r} {rule}; nothing was loaded")
+    moved = _check_fit(directory, tensors)
+    if began_with != (stored := values.get("began_with", began_with)):
+        rule = f"the run began with other weights (digest {stored}; {began_with} now)"
+        text = f"{rule}; restore the original weights; nothing was loaded"
+        raise OtherWeights(f"checkpoint {directory!r}: {text}")
+    with torch.no_grad(), _unwrapped():
+        loaded = {name: tensor for name, tensor in tensors.items() if name not in moved}
+        dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(directory))
+        if moved:
+            with together():
+                stored = StoredTensors(directory, "")
+                for name in moved:
+                    requantize(tensors, name, stored.read(name))
+    return values
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise the error of a rank in place of torch's wrapper, which is not an Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as wrapped:
+        rank, (error, _) = min(
+            wrapped.failures.items(), key=lambda item: item[0] != dist.get_rank()
+        )
+        if rank == dist.get_rank():
+            raise error from None
+        raise OtherRankFailed(f"rank {rank} failed: {type(error).__name__}: {error}") from wrapped
+
+
+class StoredTensors:
+    """The tensors of a checkpoint whose names begin with `prefix`, readable one at a time.
+
+    Files are mapped when the object is created, so a later removal of the checkpoint does no harm.
+
+    Attributes:
+        shapes: Shapes by name without the prefix.
+    """
+
+    def __init__(self, directory: str, prefix: str) -> None:
+        metadata = dcp.HuggingFaceStorageReader(_complete(directory)).read_metadata()
+        self._prefix = prefix
+        self.shapes = {
+            key.removeprefix(prefix): tuple(getattr(entry, "size", ()))
+            for key, entry in metadata.state_dict_metadata.items()
+            if key.startswith(prefix)
+        }
+        files: dict[str, Any] = {}
+        self._parts: dict[str, list[tuple[Sequence[int], Any]]] = defaultdict(list)
+        for index, info in metadata.storage_data.items():
+            path = info.relative_path
+            files[path] = files.get(path) or open_checkpoint(Path(path))
+            self._parts[index.fqn].append((index.offset, files[path]))
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor to the CPU, in its own dtype."""
+        key, shape = f"{self._prefix}{name}", self.shapes[name]
+        parts = ((offset, file.get_tensor(key)) for offset, file in self._parts[key])
+        whole: Tensor | None = None
+        for offset, part in parts:
+            if part.shape == shape:
+                return part
+            whole = part.new_empty(shape) if whole is None else whole
+            ends = map(sum, zip(offset, part.shape, strict=True))
+            whole[tuple(map(slice, offset, ends))] = part
+        assert whole is not None
+        return whole
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Assign tensors to numbered files of limited size; a whole file is buffered in host memory."""
+    size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
+    total = 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + total // size
+        total += tensor.nbytes
+    return files
+
+
+def _complete(directory: str) -> str:
+    """Return the directory of a complete checkpoint, which a killed `_replace` may have renamed."""
+    for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
+        if os.path.isfile(os.path.join(place, _VALUES)):
+            return place
+    raise ValueError(
+        f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory"
+    )
+
+
+def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of scales that belong to other shards; all else must fit."""
+    stored = dcp.HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    moved = [name for name in tensors if is_scales(name) and shapes.get(name) != wanted[name]]
+    shapes |= {name: wanted[name] for name in moved if name in shapes}
+    if problems := misfits(wanted, shapes):
+        rule = f"checkpoint {directory!r} belongs to another model or optimizer"
+        raise ValueError(f"{rule}, nothing was loaded: {listed(problems)}")
+    return moved
+
+
+def _replace(directory: str, partial: str) -> None:
+    """Replace `directory` by `partial`, so that readers always find the old or the new checkpoint.
+
+    For a moment the old one has another name, under which `load` finds it, too.
+    """
+    before = f"{directory}{_BEFORE}"
+    if os.path.isdir(directory):
+        _remove(before)
+        os.rename(directory, before)
+    os.rename(partial, directory)
+    sync(Path(directory).parent)
+    _remove(before)
+
+
+def _remove(directory: str) -> None:
+    if os.path.isdir(directory):
+        shutil.rmtree(directory)
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0

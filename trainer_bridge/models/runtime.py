@@ -1,0 +1,150 @@
+"""The device and the ranks that a trainer runs on, and blocks of tensors on its tags."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from memsaver import MemorySaver
+from memsaver.memory import empty_torch_cache, host_memory
+from memsaver.ops.layout import round_up
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.models.files.initial import randomise_weights, rebuild_buffers, weights_digest
+from trainer_bridge.models.packing import PACKED
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """A device and the ranks of a process group, on which one trainer runs.
+
+    A subclass replaces the device: the planner's runs a trainer on tensors without memory.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh  # ranks over which models are sharded
+    rank: int  # among the ranks that share the sequences of a batch
+    world: int  # number of these ranks
+    attention: str | None = None  # name in transformers; None lets transformers choose
+    # Name of the attention over packed sequences, for models that support it (`pack_if_possible`);
+    # None pads sequences.
+    packed_attention: str | None = PACKED
+    keep_unsharded: bool = False  # as `TrainerConfig.keep_unsharded`
+    owns_group: bool = False  # whether `close` ends the default process group
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Open a device with the ranks of the default process group, created if there is none."""
+        device = _use_device(name)
+        owned = _ensure_process_group(device)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
+        return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=owned)
+
+    def close(self) -> None:
+        """End the process group if `open` created it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_group = False
+
+    def make_buffers(self, model: nn.Module) -> None:
+        """Materialize the buffers of a meta model; see `rebuild_buffers`."""
+        rebuild_buffers(model, self.device)
+
+    def digest(self, model: nn.Module, masters: Mapping[nn.Parameter, Tensor]) -> str:
+        """Return the `weights_digest` of a model."""
+        return weights_digest(model, masters)
+
+    def draw_weights(
+        self, model: nn.Module, config: TrainerConfig, into: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        """Fill a model with random weights; see `randomise_weights`."""
+        randomise_weights(model, config, into)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Allocate zeroed uint8 [nbytes], pinned for a GPU, or raise a HostMemoryError."""
+        remedy = "take more devices, or optimizer_offload=False,"
+        return host_memory(nbytes, self.device, "the optimizer's state", remedy)
+
+    def empty_cache(self) -> None:
+        """Free torch's cached blocks."""
+        empty_torch_cache(self.device)
+
+    def finish(self) -> None:
+        """Wait for all work queued on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def numbers(self, tensor: Tensor) -> list[float]:
+        """Read a tensor [N] from the device."""
+        return tensor.tolist()
+
+    def sum_ranks(self, values: list[float]) -> list[float]:
+        """Sum the values of all ranks element by element, in fp64."""
+        if self.world == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+
+def _use_device(name: str) -> torch.device:
+    """Return the named device; a GPU gets an index and becomes the current one."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        torch.cuda.set_device(device)
+    return device
+
+
+def _ensure_process_group(device: torch.device) -> bool:
+    """Create a process group of this process alone if there is none; return whether it was created.
+
+    The caller must end a group that was created. An existing group must have the device's backend
+    (gloo for the CPU, NCCL for CUDA).
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id
+        )
+        return True
+    if backend not in str(dist.get_backend_config()):
+        text = f"device {device} needs a process group with {backend}"
+        raise ValueError(f"{text}, this process has {dist.get_backend()}")
+    return False
+
+
+ALIGN = 64  # bytes; whole cache lines, and enough for any vector load on a GPU
+_END = 256  # bytes; a rollout's weights end at such multiples, and an alias needs as many bytes
+
+
+def side_by_side(
+    specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    saver: MemorySaver,
+    tag: str,
+    starts: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Allocate undefined tensors in one block of a tag with content host.
+
+    The tensors keep the block alive. `specs` has the shape and dtype of each tensor, `starts` its
+    first byte in the block; None places the tensors one after another.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    if starts is None:
+        starts = [0, *accumulate(round_up(size, ALIGN) for size in sizes)][: len(sizes)]
+    ends = (start + size for start, size in zip(starts, sizes, strict=True))
+    end = round_up(max(ends, default=0), _END)
+    block = saver.empty((end,), torch.uint8, tag=tag, content="host")
+    return [
+        block[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, specs, strict=True)
+    ]
