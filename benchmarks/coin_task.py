@@ -5,7 +5,7 @@ memsaver run PLAN task.name=benchmarks.coin_task:coin
 
 import zlib
 
-from recipes.config.models import ProblemSection
+from recipes.config.sections import ProblemSection
 from recipes.tasks import Problem, Score, Task, split
 
 WORDS = "abcdefghijklmnopqrstuvwxyz"

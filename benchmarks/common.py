@@ -20,8 +20,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from memsaver.memory import make_backend
-from recipes.config.models import shapes
-from recipes.setup.models import meta_model
+from recipes.config.sections import shapes
+from recipes.setup.model_files import meta_model
 
 MIB, GIB = 1 << 20, 1 << 30
 REPEATS, WARMUP = 7, 2

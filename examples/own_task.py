@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from itertools import permutations
 
-from recipes.config.models import ProblemSection
+from recipes.config.sections import ProblemSection
 from recipes.tasks import Problem, Score, Task, split
 
 LETTERS = "abcdefgh"

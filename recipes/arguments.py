@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe
-from recipes.grpo import GrpoLoop
-from recipes.loop import Loop
-from recipes.ppo import PpoLoop
+from recipes.config.sections import SAVED
+from recipes.loops.grpo import GrpoLoop
+from recipes.loops.loop import Loop
+from recipes.loops.ppo import PpoLoop
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from rollout.tag_names import TAGS as ENGINE_TAGS

@@ -89,7 +89,7 @@ def _keys(arguments: Namespace) -> int:
 
 def _fetch(arguments: Namespace) -> int:
     """Fetch a model into the models folder."""
-    from recipes.setup.models import fetch
+    from recipes.setup.model_files import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
     return 0
@@ -97,7 +97,7 @@ def _fetch(arguments: Namespace) -> int:
 
 def _export(arguments: Namespace) -> int:
     """Export a run's checkpoint as a Hugging Face folder, without a GPU."""
-    from recipes.export import export_run
+    from recipes.export_run import export_run
 
     which = {"step": arguments.step, "best": arguments.best}
     print(export_run(arguments.run, arguments.to, merge_adapters=arguments.merge, **which))
@@ -114,7 +114,7 @@ def _report(arguments: Namespace) -> int:
 
 def _samples(arguments: Namespace) -> int:
     """Print prompts, answers and rewards that a run recorded, by default of its newest row."""
-    from recipes.logs.samples import show_samples
+    from recipes.logs.recorded_samples import show_samples
 
     show_samples(arguments.run, arguments)
     return 0

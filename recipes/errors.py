@@ -72,3 +72,8 @@ def writable(option: str) -> Iterator[None]:
         raise RecipeError(
             f"{option}: cannot be written: {why}; name a place that you may write"
         ) from None
+
+
+def refused(key: str, value: Any, rule: str, instead: Any) -> RecipeError:
+    """Return the error of a key whose value breaks a rule, with a value that does not."""
+    return RecipeError(f"{key}={shown(value)}: {rule}; set {key}={shown(instead)}")

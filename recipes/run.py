@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes import corrections
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe, batching, keeping, switching
 from recipes.errors import LostWorker, RecipeError, one_line, shown
-from recipes.evaluation import check_best, standing
 from recipes.logs.delivery import Trackers
 from recipes.logs.monitor import Monitor, ProgressView, View
 from recipes.logs.run_folder import RunFolder, at_work, check_holds_run, new_folder
+from recipes.loops import corrections
+from recipes.loops.evaluation import check_best, standing
 from recipes.planner.command import plan_apart, unplanned
 from recipes.planner.memory_plan import Switch
 from recipes.setup.preparation import Setup, prepare

@@ -13,13 +13,7 @@ from rich.table import Table
 from recipes.config.load import load
 from recipes.errors import RecipeError, one_line
 from recipes.logs.run_folder import RunFolder
-from trainer_bridge.exact import (
-    Compared,
-    Difference,
-    MismatchTrace,
-    OperationPlace,
-    trace_mismatch,
-)
+from trainer_bridge.exact import Compared, Difference, MismatchTrace, OperationPlace, trace_mismatch
 
 _OF_ENGINE = ("page_size", "max_prefill_tokens")  # keys that decide how a sequence is cut
 

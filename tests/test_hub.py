@@ -35,7 +35,7 @@ RECIPE = f"""
 import urllib.request
 import huggingface_hub.constants
 from recipes.cli import main
-from recipes.setup.models import find_model
+from recipes.setup.model_files import find_model
 
 def find(weights, absent):
     folder = find_model("org/tiny", weights=weights)

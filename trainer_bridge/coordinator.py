@@ -17,14 +17,7 @@ from rollout.process_group import Ports
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor, introduce
-from trainer_bridge.remote.group import (
-    STORE_BYTES,
-    Place,
-    RemoteActor,
-    connected,
-    cores,
-    reserved,
-)
+from trainer_bridge.remote.group import STORE_BYTES, Place, RemoteActor, connected, cores, reserved
 from trainer_bridge.remote.placement import Placement
 from trainer_bridge.remote.receiver import RolloutRankActor
 from trainer_bridge.remote.replacement import OnReplaced, Replacer

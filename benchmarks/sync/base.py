@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import GIB, MIB, Figure, Figures, Scale, fields_of, figures, write_config
-from recipes.setup.models import meta_model
+from recipes.setup.model_files import meta_model
 from tests.helpers.peers import Failed, Gone, Peer, server
 from tests.helpers.ranks import start_ranks
 

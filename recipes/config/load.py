@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.config.models import DATA_ENDINGS, CorrectionSection, TaskSection
 from recipes.config.recipe import (
     FIELDS,
     Contradiction,
@@ -22,6 +21,7 @@ from recipes.config.recipe import (
     keys_of,
     remedy_of,
 )
+from recipes.config.sections import DATA_ENDINGS, CorrectionSection, TaskSection
 from recipes.errors import RecipeError, one_line, shown
 
 PACKAGE = Path(__file__).parent.parent

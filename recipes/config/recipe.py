@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from recipes.config import models
-from recipes.config.models import TAGS, Tag, section, shapes
+from recipes.config import sections
+from recipes.config.sections import TAGS, Tag, section, shapes
 from recipes.errors import shown
 
 HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -78,22 +78,22 @@ class Recipe:
         seed: Seed of prompts, samples and random weights.
     """
 
-    model: models.ModelSection
-    task: models.TaskSection
+    model: sections.ModelSection
+    task: sections.TaskSection
     steps: Annotated[int, Field(ge=1, examples=[3])]
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    engine: models.EngineSection = Field(default_factory=models.EngineSection)
-    trainer: models.TrainerSection = Field(default_factory=models.TrainerSection)
-    lora: models.LoraSection = Field(default_factory=models.LoraSection)
-    sampling: models.SamplingSection = Field(default_factory=models.SamplingSection)
-    loss: models.LossSection = Field(default_factory=models.LossSection)
-    correction: models.CorrectionSection = Field(default_factory=models.CorrectionSection)
-    grpo: models.GrpoSection = Field(default_factory=models.GrpoSection)
-    ppo: models.PpoSection = Field(default_factory=models.PpoSection)
-    eval: models.EvalSection = Field(default_factory=models.EvalSection)
-    checkpoint: models.CheckpointSection = Field(default_factory=models.CheckpointSection)
-    cycle: models.CycleSection = Field(default_factory=models.CycleSection)
-    cluster: models.ClusterSection = Field(default_factory=models.ClusterSection)
+    engine: sections.EngineSection = Field(default_factory=sections.EngineSection)
+    trainer: sections.TrainerSection = Field(default_factory=sections.TrainerSection)
+    lora: sections.LoraSection = Field(default_factory=sections.LoraSection)
+    sampling: sections.SamplingSection = Field(default_factory=sections.SamplingSection)
+    loss: sections.LossSection = Field(default_factory=sections.LossSection)
+    correction: sections.CorrectionSection = Field(default_factory=sections.CorrectionSection)
+    grpo: sections.GrpoSection = Field(default_factory=sections.GrpoSection)
+    ppo: sections.PpoSection = Field(default_factory=sections.PpoSection)
+    eval: sections.EvalSection = Field(default_factory=sections.EvalSection)
+    checkpoint: sections.CheckpointSection = Field(default_factory=sections.CheckpointSection)
+    cycle: sections.CycleSection = Field(default_factory=sections.CycleSection)
+    cluster: sections.ClusterSection = Field(default_factory=sections.ClusterSection)
     trackers: list[str] = Field(default_factory=list)
     samples: Annotated[int, Field(ge=0)] = 16
     exact: bool | Literal["warn", "auto"] = False
@@ -102,7 +102,7 @@ class Recipe:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @property
-    def loop(self) -> models.GrpoSection | models.PpoSection:
+    def loop(self) -> sections.GrpoSection | sections.PpoSection:
         """Return the section of the algorithm."""
         return self.grpo if self.algorithm == "grpo" else self.ppo
 
@@ -304,7 +304,7 @@ class Recipe:
 
     def _faults_of_sets(self) -> Faults:
         keys: dict[str, str] = {}
-        sets = models.sets_by_key(self.task, self.eval.sets)
+        sets = sections.sets_by_key(self.task, self.eval.sets)
         for key, part in sets.items():
             file = part.name == "file"
             if file and part.data is None:
@@ -562,7 +562,7 @@ FIELDS = dict(_fields())
 def keys_of(section: str) -> list[str]:
     """Return the full keys of a section or set in order; an empty name means the top level."""
     if field_of(section) != section:
-        return [f"{section}.{name}" for name in models.ProblemSection.__dataclass_fields__]
+        return [f"{section}.{name}" for name in sections.ProblemSection.__dataclass_fields__]
     return [key for key in FIELDS if key.rpartition(".")[0] == section]
 
 

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, typed
+from recipes.logs.recorded_samples import read_samples
 from recipes.logs.run_folder import Row, RunFolder, json_lines, open_itself, whole_rows
-from recipes.logs.samples import read_samples
 from recipes.logs.trackers import Tracker, figures_of, make_tracker
 
 LEDGER = "trackers.jsonl"

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from memsaver import Usage
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line, typed
+from recipes.logs.recorded_samples import records_of
 from recipes.logs.run_folder import Row, RunFolder, Span, kind_of, qualities, switch_seconds
-from recipes.logs.samples import records_of
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, RankFailed
 from trainer_bridge.sync import SyncReceipt

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, one_line, writable
+from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
 from recipes.logs.run_folder import (
     ROLLOUT_GPU,
     Row,
@@ -22,7 +23,6 @@ from recipes.logs.run_folder import (
     tabulated,
     whole_rows,
 )
-from recipes.logs.samples import COLUMNS, cells, cut, read_samples
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DEVICE = "device"  # name of the whole device among measured processes

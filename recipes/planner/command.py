@@ -29,7 +29,7 @@ from recipes.planner.memory_plan import MemoryPlan, Switch, placed, remedied
 from recipes.planner.micro_batch import UNPLANNED
 from recipes.planner.sizes import GIB
 from recipes.planner.switch_plan import plan_switch
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import (
     check_lora,
     check_optimizer,

@@ -1,7 +1,7 @@
 """Dry run: a step of the recipe's own loop, trainer and cycle on tensors without memory.
 
 Stages, order and the trainer's memory are those of the real code; only the rollout is computed
-(`recipes.planner.tracing`). The run is one rank of the real number, and its collectives move
+(`recipes.planner.planned_device`). The run is one rank of the real number, and its collectives move
 nothing. It has two micro batches of the longest sequences, because more take no more memory.
 """
 
@@ -23,23 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
-from recipes.config.models import PpoSection
 from recipes.config.recipe import Recipe
+from recipes.config.sections import PpoSection
 from recipes.logs.monitor import Monitor, View
 from recipes.logs.run_folder import RunFolder
-from recipes.loop import Loop
+from recipes.loops.loop import Loop
 from recipes.planner.allocator import CachingAllocator
-from recipes.planner.tracing import (
+from recipes.planner.planned_device import (
     ATTENTION,
     PACKED_ATTENTION,
-    EngineSizes,
     PlannedDevice,
-    PlannedRollout,
-    PlannedSaver,
     register_attention,
-    used_bytes,
 )
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.planner.planned_sides import EngineSizes, PlannedRollout, PlannedSaver, used_bytes
+from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards

@@ -22,6 +22,8 @@ from recipes.config.recipe import Recipe, batching, keeping
 from recipes.errors import RecipeError, shown
 from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
+from recipes.planner.planned_device import PAGE
+from recipes.planner.planned_sides import NO_ENGINE, EngineSizes
 from recipes.planner.sizes import (
     GIB,
     MESSAGES,
@@ -34,9 +36,9 @@ from recipes.planner.sizes import (
     trainer_group,
 )
 from recipes.planner.stage_plan import StagePlan, always_awake
-from recipes.planner.tracing import NO_ENGINE, PAGE, EngineSizes
-from recipes.setup.models import meta_model
-from recipes.setup.preparation import check_context, pool_fault, request_tokens
+from recipes.setup.model_files import meta_model
+from recipes.setup.pool import pool_fault, request_tokens
+from recipes.setup.preparation import check_context
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.tag_names import CRITIC_OPTIM, OPTIM, PARAMS
 

@@ -10,13 +10,14 @@ import torch
 
 from kvcache import KVLayout
 from memsaver.ops.layout import round_up
-from recipes.config.models import GPUS
 from recipes.config.recipe import Recipe
+from recipes.config.sections import GPUS
 from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
-from recipes.planner.tracing import PAGE, PIECE, EngineSizes
-from recipes.setup.models import meta_model
-from recipes.setup.preparation import (
+from recipes.planner.planned_device import PAGE
+from recipes.planner.planned_sides import PIECE, EngineSizes
+from recipes.setup.model_files import meta_model
+from recipes.setup.pool import (
     check_overlap,
     demanded_tokens,
     pool_grows,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.planner.tracing import EngineSizes
+from recipes.planner.planned_sides import EngineSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from itertools import chain, combinations
 from typing import Any
 
 from memsaver.errors import format_bytes
-from recipes.config.models import SAVED
 from recipes.config.recipe import UNPLANNED_SIZE, Recipe, batching, keeping, switching
+from recipes.config.sections import SAVED
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, planning
 from recipes.planner.micro_batch import UNPLANNED, choose_size, reason, sizes_to_try
 from recipes.planner.sizes import GIB, Gpu

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipes.config.models import Extract
+    from recipes.config.sections import Extract
 
 NUMBER = re.compile(r"(?<![\d.])[-+]?\d[\d,]*(?:\.\d+)?")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

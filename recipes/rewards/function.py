@@ -20,7 +20,7 @@ from recipes.rewards.packaged import PACKAGED
 from recipes.rewards.score import Outcome, outcome_of
 
 if TYPE_CHECKING:
-    from recipes.config.models import Extract
+    from recipes.config.sections import Extract
 
 Row = Mapping[str, Any]
 """Keywords of one answer: prompt, completion, completion_ids, answer, ended and columns.

@@ -11,7 +11,7 @@ from recipes.rewards.extract import extract as part_of
 from recipes.rewards.extract import extract_number
 
 if TYPE_CHECKING:
-    from recipes.config.models import Extract
+    from recipes.config.sections import Extract
 
 SECONDS = 5
 """Limit of math-verify for parsing one text, and for comparing two."""

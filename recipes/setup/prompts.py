@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.config.models import TaskSection
+from recipes.config.sections import TaskSection
 from recipes.errors import RecipeError, one_line, shown
 from recipes.tasks.problem import Message, Task, Tasks
 

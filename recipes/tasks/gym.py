@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from recipes.config.models import ProblemSection
+from recipes.config.sections import ProblemSection
 from recipes.errors import RecipeError, one_line, shown
 from recipes.rewards.extract import extract
 from recipes.tasks.draws import draw_reproducibly

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recipes.config.models import ProblemSection, TaskSection
+from recipes.config.sections import ProblemSection, TaskSection
 from recipes.rewards import Answer, Rewards, RewardSet
 from recipes.tasks.gym import PREFIX
 from recipes.tasks.problem import Problem, Scorer, Task, Tasks

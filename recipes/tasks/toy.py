@@ -2,7 +2,7 @@
 
 import itertools
 
-from recipes.config.models import ProblemSection
+from recipes.config.sections import ProblemSection
 from recipes.errors import RecipeError, shown
 from recipes.tasks.problem import Problem, Score, Task
 from recipes.tasks.split import split

@@ -18,7 +18,7 @@ import memsaver
 from examples import judge, kv_engine, own_engine, own_model, plain_loop, plain_loop_with_cycle
 from recipes.rewards import Answer, Rewards, RewardSet
 from recipes.run import start_run
-from recipes.setup.models import toy_tokenizer
+from recipes.setup.model_files import toy_tokenizer
 from tests.helpers.docs.pages import ROOT, blocks
 from tests.helpers.recipes.tiny_runs import rows, without_pictures
 from tests.helpers.trainer_bridge.models import write_model

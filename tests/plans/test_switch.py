@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.config.load import recipe_text
-from recipes.config.models import CycleSection
+from recipes.config.sections import CycleSection
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.command import plan_apart, plan_of
 from recipes.planner.memory_plan import MemoryPlan, Switch
@@ -26,8 +26,9 @@ from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
 from recipes.planner.switch_plan import decide, describe
 from recipes.run import decide_switch
-from recipes.setup.models import meta_model
-from recipes.setup.preparation import pool_grows, prepare, rank_kv_layout, with_alias_decided
+from recipes.setup.model_files import meta_model
+from recipes.setup.pool import pool_grows, rank_kv_layout
+from recipes.setup.preparation import prepare, with_alias_decided
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}

@@ -13,8 +13,8 @@ import pytest
 
 import recipes
 from recipes.cli import main
-from recipes.config.models import TAGS, TRAINED
 from recipes.config.recipe import FIELDS
+from recipes.config.sections import TAGS, TRAINED
 from trainer_bridge import tag_names
 from trainer_bridge.cycle import RESIDENT_TAGS
 

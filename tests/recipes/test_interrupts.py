@@ -11,7 +11,7 @@ import pytest
 
 from memsaver import StateError
 from recipes.cli import interrupts, main
-from recipes.loop import Stopping
+from recipes.loops.loop import Stopping
 
 BAD = ["run", "tiny", "stepz=3"]
 BOTH = (signal.SIGINT, signal.SIGTERM)

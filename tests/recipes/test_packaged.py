@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from kvcache import layout
 from memsaver.ops.layout import round_up
 from recipes.config.load import find_recipe, load, packaged_recipes, recipe_text
-from recipes.config.models import shapes
 from recipes.config.recipe import Recipe
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.config.sections import shapes
+from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks.toy import TOY_WORDS
 from rollout.model.decoder import parameter_groups

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 import recipes
 from kvcache import layout
 from recipes.arguments import cycle_arguments, engine_arguments, open_pair, trainer_config
-from recipes.setup.models import TOY_TEMPLATE, describe_random_model, toy_tokenizer
+from recipes.setup.model_files import TOY_TEMPLATE, describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.toy import TOY_WORDS
 from rollout import KVTiers
@@ -375,7 +375,7 @@ def test_messages_are_turns_and_need_a_template(tmp_path: Path) -> None:
 
 LONG = """
 from dataclasses import replace
-from recipes.config.models import TaskSection
+from recipes.config.sections import TaskSection
 from recipes.tasks import Problem, make_task
 
 def long(section):

@@ -15,12 +15,7 @@ from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
-from recipes.logs.report_page import (
-    key_figures,
-    measured_peaks,
-    planned_and_measured,
-    write_report,
-)
+from recipes.logs.report_page import key_figures, measured_peaks, planned_and_measured, write_report
 from recipes.logs.run_folder import Run, RunFolder, Span, whole_rows
 from tests.helpers.recipes.run_folders import MIB, add_step, eval_row, make_run, train_row
 from tests.helpers.recipes.tiny_runs import PNG, Row

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from recipes.cli import main
-from recipes.config.models import ProblemSection, TaskSection
+from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError, ScorerError
 from recipes.rewards import Answer, Rewards, RewardSet, Score
 from recipes.tasks import make_tasks
@@ -272,7 +272,7 @@ def test_worker_that_never_loads_is_named_at_the_trial(
 ) -> None:
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("recipes.rewards.pool.LOADING", 0.5)
+    monkeypatch.setattr("recipes.rewards.worker_pool.LOADING", 0.5)
     with Rewards(RewardSet(functions=["endless:f"]), workers=1, timeout=0.1) as rewards:
         with pytest.raises(RecipeError, match="rewards: take longer than 0.5 s to load; correct"):
             rewards.check(NUMBERED[:1])

@@ -25,8 +25,8 @@ from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.config.load import load
 from recipes.errors import RunError
-from recipes.evaluation import Evaluation, evaluate
 from recipes.logs.run_folder import RunFolder
+from recipes.loops.evaluation import Evaluation, evaluate
 from recipes.run import continue_run, start_run
 from tests.helpers.case_selection import rounds
 from tests.helpers.peers import Peer
@@ -273,7 +273,7 @@ def test_run_killed_in_its_last_evaluation_resumes_with_it(
         return evaluate(*sides)
 
     with monkeypatch.context() as patch:
-        patch.setattr("recipes.loop.evaluate", die_in_the_last)
+        patch.setattr("recipes.loops.loop.evaluate", die_in_the_last)
         with pytest.raises(KeyboardInterrupt) as ended:
             start_run("tiny", [*SMALL, "steps=5"], folder)
     (note,) = ended.value.__notes__

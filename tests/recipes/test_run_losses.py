@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from recipes.logs.recorded_samples import read_samples
 from recipes.logs.report_page import write_report
-from recipes.logs.samples import read_samples
 from recipes.run import continue_run, start_run
 from tests.helpers.case_selection import some
 from tests.helpers.recipes.tiny_runs import (

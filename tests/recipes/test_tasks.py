@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from recipes.config.models import ProblemSection, TaskSection
+from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError
 from recipes.rewards.extract import extract_number
-from recipes.setup.models import decode, toy_tokenizer
+from recipes.setup.model_files import decode, toy_tokenizer
 from recipes.setup.prompts import PromptFormat
 from recipes.tasks import Problem, Task, is_held_out, make_task, make_tasks
 from recipes.tasks.gym import signed_terms

@@ -28,8 +28,8 @@ import recipes
 from recipes.cli import main
 from recipes.logs import delivery
 from recipes.logs.delivery import Trackers
+from recipes.logs.recorded_samples import read_samples
 from recipes.logs.run_folder import RunFolder, new_folder, whole_rows
-from recipes.logs.samples import read_samples
 from recipes.logs.trackers import TensorBoardTracker, Tracker, figures_of, make_tracker, markdown
 from recipes.run import continue_run, start_run
 from tests.helpers.peers import Peer

@@ -15,7 +15,7 @@ import recipes
 from recipes.cli import main
 from recipes.config.load import load, packaged_recipes, recipe_text
 from recipes.config.recipe import FIELDS, VLLM_COLDEST, Recipe, is_section
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.tasks.toy import TOY_WORDS
 from rollout.hosted import COLDEST as COLDEST_OF_VLLM
 from rollout.requests import COLDEST

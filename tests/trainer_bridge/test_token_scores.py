@@ -28,12 +28,7 @@ from tests.helpers.trainer_bridge.models import (
 from tests.helpers.trainer_bridge.tolerance import U, assert_scores
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.ops import token_scores as token_scores_module
-from trainer_bridge.ops.token_scores import (
-    ScoringHead,
-    logit_scores,
-    score_in_head,
-    token_scores,
-)
+from trainer_bridge.ops.token_scores import ScoringHead, logit_scores, score_in_head, token_scores
 
 WIDTH = 64
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

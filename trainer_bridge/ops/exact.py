@@ -28,13 +28,7 @@ from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import silu as engine_silu
-from rollout.ops.torch_attention import (
-    BatchShape,
-    StoredKV,
-    attend,
-    hidden_keys,
-    similar_lengths,
-)
+from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys, similar_lengths
 from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
 from rollout.weights import held
 from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum

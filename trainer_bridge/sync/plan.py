@@ -21,15 +21,7 @@ from memsaver.system.devices import machine_of
 from rollout.model import Stored, spellings
 from rollout.weights import ArenaBox, Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.shards import (
-    Box,
-    Held,
-    Ints,
-    SourceShard,
-    cover,
-    difference,
-    holders,
-)
+from trainer_bridge.sync.shards import Box, Held, Ints, SourceShard, cover, difference, holders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

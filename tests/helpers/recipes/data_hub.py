@@ -22,7 +22,7 @@ GATED = "org/gated"
 READ = """
 import json, sys
 import datasets.config, huggingface_hub.constants
-from recipes.config.models import ProblemSection
+from recipes.config.sections import ProblemSection
 from recipes.errors import RecipeError
 from recipes.tasks import make_task
 

@@ -15,8 +15,9 @@ import recipes
 from memsaver.ops.layout import round_up
 from recipes.config.recipe import Recipe, keeping, switching
 from recipes.planner.dry_run import DryRun, Stages, dry_run, planned_trainer
+from recipes.planner.planned_device import PAGE
+from recipes.planner.planned_sides import EngineSizes
 from recipes.planner.sizes import GIB, MIB
-from recipes.planner.tracing import PAGE, EngineSizes
 from recipes.run import start_run
 from tests.helpers.case_selection import some
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.ops.layout import round_up
-from recipes.config.models import shapes
+from recipes.config.sections import shapes
+from recipes.planner.planned_device import PAGE
 from recipes.planner.sizes import GIB, engine_sizes, find_gpu
-from recipes.planner.tracing import PAGE
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks
 

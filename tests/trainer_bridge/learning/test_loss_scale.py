@@ -19,14 +19,7 @@ from tests.helpers.case_selection import some
 from tests.helpers.trainer_bridge.models import as_sampled, describe, make_batch, value_batch
 from tests.helpers.trainer_bridge.states import MOMENTS, assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import LEARNING_RATE, STABLE
-from trainer_bridge import (
-    CriticConfig,
-    LoraConfig,
-    Schedule,
-    SequenceBatch,
-    Trainer,
-    TrainerConfig,
-)
+from trainer_bridge import CriticConfig, LoraConfig, Schedule, SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.learning import loss_scale, optimizer
 from trainer_bridge.learning.loss_scale import FIRST, LARGEST, TRIES, LossScale
 from trainer_bridge.learning.optimizer import optimizer_step

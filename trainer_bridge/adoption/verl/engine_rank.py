@@ -18,13 +18,7 @@ from kvcache import layout
 from memsaver import MemorySaver, StateError
 from memsaver.ops.layout import round_up
 from rollout import EngineConfig, StreamingEngine, channel
-from rollout.model import (
-    ModelConfig,
-    load_model_config,
-    rank_groups,
-    rank_layout,
-    resolve_model,
-)
+from rollout.model import ModelConfig, load_model_config, rank_groups, rank_layout, resolve_model
 from rollout.process_group import Ports, RankAddress, open_store
 from rollout.weights import arena_nbytes
 from trainer_bridge.adoption.verl.names import socket_name

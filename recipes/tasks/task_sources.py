@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recipes.config.models import ProblemSection, TaskSection, sets_by_key
+from recipes.config.sections import ProblemSection, TaskSection, sets_by_key
 from recipes.errors import RecipeError
 from recipes.importing import calling, import_function
-from recipes.tasks.files import read_file
+from recipes.tasks.data_files import read_file
 from recipes.tasks.gym import PREFIX, reasoning_gym
 from recipes.tasks.problem import Problem, Task, Tasks
 from recipes.tasks.scoring import reward_set

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
-from recipes.ppo import (
+from recipes.loops.ppo import (
     PpoLoop,
     explained_variance,
     gae,

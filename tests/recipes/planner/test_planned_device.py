@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memsaver.report import PAGE_POOL
+from recipes.planner.planned_device import PlannedDevice, PlannedTensor
+from recipes.planner.planned_sides import PlannedSaver
 from recipes.planner.sizes import MIB
-from recipes.planner.tracing import PlannedDevice, PlannedSaver, PlannedTensor
 
 
 class RealStorages(TorchDispatchMode):

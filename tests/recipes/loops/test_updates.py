@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.updates import mini_batches, update
+from recipes.loops.updates import mini_batches, update
 from trainer_bridge import SequenceBatch
 
 EXACT = settings(max_examples=100)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from recipes.advantages import with_signal
 from recipes.config.recipe import Recipe
-from recipes.loop import Loop, Scoring, require_reward
-from recipes.sampling import Samples, usable
+from recipes.loops.advantages import with_signal
+from recipes.loops.loop import Loop, Scoring, require_reward
+from recipes.loops.sampling import Samples, usable
 from recipes.tasks import Score
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import recipes.loop
+import recipes.loops.loop
 from recipes.config.load import load
-from recipes.corrections import summary
 from recipes.errors import RecipeError
 from recipes.logs.monitor import Monitor, View
 from recipes.logs.run_folder import RunFolder
+from recipes.loops.corrections import summary
+from recipes.loops.sampling import Samples
 from recipes.run import start_run
-from recipes.sampling import Samples
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
 from trainer_bridge.learning import flat
@@ -77,7 +77,7 @@ class Spied:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.samples: list[Samples] = []
         self.updates: list[SequenceBatch] = []
-        generate, update = recipes.loop.generate_sequences, Trainer.update_actor
+        generate, update = recipes.loops.loop.generate_sequences, Trainer.update_actor
 
         def spy_samples(*arguments: Any) -> Samples:
             self.samples.append(generate(*arguments))
@@ -87,7 +87,7 @@ class Spied:
             self.updates.append(batch)
             return update(trainer, batch)
 
-        patch.setattr(recipes.loop, "generate_sequences", spy_samples)
+        patch.setattr(recipes.loops.loop, "generate_sequences", spy_samples)
         patch.setattr(Trainer, "update_actor", spy_update)
 
     def rollouts(self, step: int, batch: SequenceBatch) -> list[list[float]]:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from recipes.config.models import EvalSection
+from recipes.config.sections import EvalSection
 from recipes.errors import RecipeError
-from recipes.figures import by_function, unrewarded
-from recipes.rewards.runner import Rewards
-from recipes.sampling import Samples, answer
+from recipes.loops.figures import by_function, unrewarded
+from recipes.loops.sampling import Samples, answer
+from recipes.rewards.rewards import Rewards
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from recipes.tasks.split import hash_text

@@ -18,14 +18,14 @@ from memsaver.ops.hash import hash_text
 from recipes.config.load import load
 from recipes.errors import ScorerError
 from recipes.logs.report_page import write_report
+from recipes.loops.rounds import sample_groups
+from recipes.loops.sampling import Samples
 from recipes.rewards import Answer
-from recipes.rewards.runner import Rewards
-from recipes.rounds import sample_groups
+from recipes.rewards.rewards import Rewards
 from recipes.run import continue_run, start_run
-from recipes.sampling import Samples
 from recipes.tasks import Problem, Score, Task
-from recipes.tasks.build import make_tasks
 from recipes.tasks.schedule import pick_problems
+from recipes.tasks.task_sources import make_tasks
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows, same_rows
 
 SET = Task(name="a", train=(), held_out=(), score=lambda *_: 0.0)

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from recipes.config.models import SamplingSection
+from recipes.config.sections import SamplingSection
 from recipes.rewards import Answer
-from recipes.setup.models import decode
+from recipes.setup.model_files import decode
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from recipes.tasks.schedule import pick_problems

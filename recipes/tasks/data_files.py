@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipes.config.models import ProblemSection
+from recipes.config.sections import ProblemSection
 from recipes.errors import RecipeError, one_line, shown
 from recipes.rewards.packaged import exact_match
 from recipes.tasks.problem import Message, Problem, Task

@@ -16,7 +16,7 @@ import pytest
 
 import recipes
 from recipes.cli import main
-from recipes.config.models import ProblemSection, TaskSection
+from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError
 from recipes.run import continue_run
 from recipes.setup.preparation import prepare

@@ -7,7 +7,7 @@ from recipes.config.load import load
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.logs.run_folder import RunFolder, check_holds_run
-from recipes.setup.models import find_model
+from recipes.setup.model_files import find_model
 
 
 def export_run(

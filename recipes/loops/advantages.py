@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recipes.config.models import Baseline, Scale
 from recipes.config.recipe import Recipe
-from recipes.figures import centered, deviation
+from recipes.config.sections import Baseline, Scale
+from recipes.loops.numbers import centered, deviation
 from trainer_bridge.learning import Numbers, PerToken, by_answer, flat, k3, log_ratios
 
 EPSILON = 1e-6

@@ -13,25 +13,25 @@ Step s (version s of the weights, after s - 1 updates):
                            computes them, and not with correction.mode=bypass
     compute_reward         the task's score of every answer
     to_train()             the trainer reloads its optimizer
-    compute_advantages     rewards compared by grpo.baseline and grpo.scale (`recipes.advantages`)
+    compute_advantages     rewards compared by grpo.baseline and grpo.scale (`advantages.py`)
     update_actor           epochs x mini_batches updates by the loss of section `loss`
 
 Updates take the answers with a reward that the correction does not reject, and with
-loss.mask_cut_off only those that ended. `recipes.corrections` compares the rollout's
+loss.mask_cut_off only those that ended. `recipes.loops.corrections` compares the rollout's
 log-probabilities with the trainer's; its weights correct the loss for the difference. The answers'
 order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
 from typing import Any
 
-from recipes.advantages import compute_advantages
 from recipes.config.recipe import Recipe
-from recipes.corrections import correct_step
-from recipes.figures import answer_figures
-from recipes.loop import Loop, Scoring, schedule_of
-from recipes.rounds import learnable, sample_groups
-from recipes.sampling import Samples, usable
-from recipes.updates import mini_batches, update
+from recipes.loops.advantages import compute_advantages
+from recipes.loops.corrections import correct_step
+from recipes.loops.figures import answer_figures
+from recipes.loops.loop import Loop, Scoring, schedule_of
+from recipes.loops.rounds import learnable, sample_groups
+from recipes.loops.sampling import Samples, usable
+from recipes.loops.updates import mini_batches, update
 from trainer_bridge.learning import reference_figures
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipes.config.recipe import Recipe
-from recipes.sampling import Samples
+from recipes.loops.sampling import Samples
 from trainer_bridge import CorrectionConfig, correct
 from trainer_bridge.learning import PerToken, by_answer, flat
 

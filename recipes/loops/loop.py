@@ -20,10 +20,10 @@ from typing import Any, Self
 
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError
-from recipes.evaluation import Standing, evaluate, standing
 from recipes.logs.monitor import Monitor
-from recipes.rewards.runner import Rewards
-from recipes.sampling import Samples, generate_sequences, scored, with_length_penalty
+from recipes.loops.evaluation import Standing, evaluate, standing
+from recipes.loops.sampling import Samples, generate_sequences, scored, with_length_penalty
+from recipes.rewards.rewards import Rewards
 from recipes.setup.preparation import Setup
 from recipes.tasks import Score
 from rollout import Rollout

@@ -26,7 +26,7 @@ COLUMNS = ("set", "prompt", "answer", "completion", "reward", "exact", "finish_r
 class AnswerGroup(NamedTuple):
     """Answers to one prompt: their samples and scores, and their places in these."""
 
-    samples: Any  # recipes.sampling.Samples
+    samples: Any  # recipes.loops.sampling.Samples
     scores: Sequence[Any]
     places: list[int]
 
@@ -42,7 +42,7 @@ def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: in
     sets, the step's number decides which set comes first. Answers with a fault are added.
 
     Args:
-        batches: The row's answers (`recipes.sampling.Samples`) with their scores.
+        batches: The row's answers (`recipes.loops.sampling.Samples`) with their scores.
         row: The row, of which kind and step are read.
         limit: Largest number of answers; 0: none, not even faulty ones.
 

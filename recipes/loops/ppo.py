@@ -20,7 +20,7 @@ Step s (version s of the weights):
                            critic_warmup_steps steps
 
 Both updates take the answers with a reward that the correction does not reject, and with
-loss.mask_cut_off only those that ended. `recipes.corrections` compares the rollout's
+loss.mask_cut_off only those that ended. `recipes.loops.corrections` compares the rollout's
 log-probabilities with the trainer's; its weights correct the policy's loss for the difference. The
 answers' order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
@@ -31,13 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from recipes.advantages import kl_penalties
 from recipes.config.recipe import Recipe
-from recipes.corrections import correct_step
-from recipes.figures import answer_figures, centered, deviation
-from recipes.loop import Loop, schedule_of
-from recipes.sampling import usable
-from recipes.updates import mini_batches, update
+from recipes.loops.advantages import kl_penalties
+from recipes.loops.corrections import correct_step
+from recipes.loops.figures import answer_figures
+from recipes.loops.loop import Loop, schedule_of
+from recipes.loops.numbers import centered, deviation
+from recipes.loops.sampling import usable
+from recipes.loops.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.learning import Numbers, by_answer, flat, reference_figures
 from trainer_bridge.tag_names import CRITIC
@@ -148,14 +149,14 @@ def gae(
     Estimation" (2016).
 
     Args:
-        rewards: Reward of every token, answer by answer (`recipes.figures.flat`).
+        rewards: Reward of every token, answer by answer (`trainer_bridge.learning.flat`).
         values: Value of every token.
         lengths: Tokens of each answer.
         gamma: Discount of later rewards.
         gae_lambda: Weight of longer estimates.
 
     Returns:
-        Advantages and returns of every token; `recipes.figures.by_answer` makes lists of them.
+        Advantages and returns of every token; `by_answer` makes lists of them.
     """
     sizes = np.array([length for length in lengths if length], dtype=np.int64)
     order = np.argsort(-sizes)

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
-from recipes.advantages import (
+from recipes.config.sections import Baseline, Scale
+from recipes.loops.advantages import (
     compare_answers,
     compare_tokens,
     compute_advantages,
     with_signal,
 )
-from recipes.config.models import Baseline, Scale
 
 OFFSETS = [0.0, 1.0, -30000.0, 2e6, 2.0**40]
 SCALES = [1e-9, 1e-3, 1.0, 1e6]

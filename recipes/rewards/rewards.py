@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 from recipes.errors import RecipeError, ScorerError, one_line, shown
 from recipes.rewards.function import RewardFunction, Row, Source
 from recipes.rewards.packaged import IN_PROCESS
-from recipes.rewards.pool import Outcomes, Part, Pool
 from recipes.rewards.score import Outcome, Score, as_reward
+from recipes.rewards.worker_pool import Outcomes, Part, Pool
 
 if TYPE_CHECKING:
-    from recipes.config.models import Extract
+    from recipes.config.sections import Extract
 
 MOST_WORKERS = 8
 

@@ -1,7 +1,6 @@
 """Device without memory: tensors have shapes and no content, and allocations are only counted.
 
-`PlannedDevice` tracks the storages of a process, `PlannedSaver` replaces its `MemorySaver`, and
-`PlannedRollout` replaces the engine by its sizes. Attention runs the operations of a GPU, because
+`PlannedDevice` tracks the storages of a process. Attention runs the operations of a GPU, because
 the tensors that it saves for the backward pass count.
 
 Private names of torch, the same from 2.11 to 2.15:
@@ -20,12 +19,9 @@ Private names of torch, the same from 2.11 to 2.15:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
@@ -34,12 +30,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memsaver import Usage
 from memsaver.ops.layout import round_up
-from memsaver.report import PAGE_POOL
 from recipes.planner.allocator import CachingAllocator
-from rollout import Completion, SamplingParams
-from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from trainer_bridge.models import packed_attention
 
 PAGE = 2 << 20
@@ -403,88 +395,6 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class PlannedSaver:
-    """Saver whose tags have sizes and states and no memory, with the methods a trainer needs.
-
-    Attributes:
-        planned: The device of the trainer.
-        paused: Names of the paused tags.
-        pooled: Bytes that the engine has handed over to the next tag that is resumed.
-        used_by_peer: Returns the bytes that the other side uses of the same device.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, device: PlannedDevice) -> None:
-        self.planned = device
-        self._direct = Counter[str]()
-        self._regions = defaultdict[str, CachingAllocator](CachingAllocator)
-        self.paused: set[str] = set()
-        self.pooled = 0
-        self.used_by_peer: Callable[[], int] = lambda: 0
-
-    def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard"
-    ) -> Tensor:
-        with self.planned.placing(CachingAllocator()):
-            tensor = torch.empty(shape, dtype=dtype)
-        self._direct[tag] += tensor.numel() * dtype.itemsize
-        return tensor
-
-    @contextlib.contextmanager
-    def region(self, tag: str, content: str | None = None) -> Iterator[None]:
-        with self.planned.placing(self._regions[tag]):
-            yield
-
-    def pause(self, *tags: str, content: str, release: str) -> None:
-        self.paused |= set(tags)
-
-    def resume(self, *tags: str) -> None:
-        self.paused -= set(tags)
-        self.pooled = 0
-
-    @property
-    def backend(self) -> Self:
-        return self
-
-    def bind_thread(self) -> None:
-        """Do nothing, because no thread works on this device."""
-
-    def is_paused(self, tag: str) -> bool:
-        return tag in self.paused
-
-    def discards(self, tag: str) -> int:
-        return 0
-
-    def unbacked_bytes(self, tag: str) -> int:
-        return 0
-
-    def mark_clean(self, tag: str, version: object) -> None:
-        """Do nothing, because there is no content."""
-
-    def leases(self, tag: str) -> int:
-        return 0
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of every tag while it has memory."""
-        tags = dict.fromkeys([*self._direct, *self._regions])
-        held = {tag: self._direct[tag] + self._regions[tag].reserved for tag in tags}
-        return {tag: round_up(nbytes, PAGE) for tag, nbytes in held.items()}
-
-    def usage(self) -> Usage:
-        """Return the trainer's usage; `device_used_bytes` counts both sides."""
-        torch_use = self.planned.allocator
-        sizes = self.sizes() | {PAGE_POOL: self.pooled}
-        usage = _usage(sizes, self.paused, torch_use.reserved, torch_use.peak)
-        return dataclasses.replace(usage, device_used_bytes=used_bytes(usage) + self.used_by_peer())
-
-    def take_usage(self) -> Usage:
-        """Return `usage` and reset torch's peak, as `MemorySaver.take_usage` does."""
-        usage = self.usage()
-        self.planned.allocator.reset_peak()
-        return usage
-
-
 ATTENTION = "planned"
 PACKED_ATTENTION = "planned_packed"
 
@@ -543,149 +453,3 @@ def register_attention() -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, planned_packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
-
-
-HandedOver = tuple[tuple[str, ...], str]
-"""Tags of one side that leave, and the tag of the other that takes their memory."""
-PIECE = 1 << 30  # bytes by which an elastic tag grows and shrinks
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSizes:
-    """Bytes of one rank of an engine.
-
-    Attributes:
-        weights: Bytes of the weights.
-        kv_cache: Bytes of the whole KV pool.
-        least: Bytes with which a growing pool wakes.
-        wanted: Bytes that running requests use of a growing pool.
-        grows: Whether the pool can begin small.
-        cuda_graph: Bytes of CUDA graphs.
-        idle: Bytes of torch in an idle engine.
-        generating: Peak bytes of torch in a step.
-    """
-
-    weights: int
-    kv_cache: int
-    least: int
-    wanted: int
-    grows: bool
-    cuda_graph: int
-    idle: int
-    generating: int
-
-    @property
-    def tags(self) -> dict[str, int]:
-        return {WEIGHTS: self.weights, KV_CACHE: self.kv_cache, CUDA_GRAPH: self.cuda_graph}
-
-
-NO_ENGINE = EngineSizes(
-    weights=0, kv_cache=0, least=0, wanted=0, grows=False, cuda_graph=0, idle=0, generating=0
-)
-"""Sizes beside a trainer whose GPU has no engine."""
-
-
-class PlannedRollout:
-    """Engine of known sizes whose answers all have the longest length (`Rollout`).
-
-    It begins asleep. With `staged` each tag wakes on its own, else all tags wake with the first.
-
-    Attributes:
-        answered: Called when generation ends.
-        handed_over: Tags that either side handed over.
-        peer: The trainer's saver, which receives memory.
-    """
-
-    weights_version = 0
-    peer: PlannedSaver
-
-    def __init__(self, sizes: EngineSizes, staged: bool = True) -> None:
-        self._sizes, self._staged = sizes, staged
-        self._asleep = set(sizes.tags)
-        self._pool = self._grown = sizes.kv_cache  # bytes after waking, and during generation
-        self._resident = self._pooled = 0
-        self.answered: Callable[[], None] = lambda: None
-        self.handed_over: set[HandedOver] = set()
-        self._torch = self._peak = sizes.idle
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
-    ) -> list[list[Completion]]:
-        self._pool = self._grown
-        # torch keeps this cached until the KV cache sleeps.
-        self._torch = self._peak = self._sizes.generating
-        self.answered()
-        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        return [[_longest(param.max_tokens)] * param.n for param in per_prompt]
-
-    def sleep(
-        self,
-        level: int = 1,
-        unfinished: str = "raise",
-        tags: Sequence[str] | None = None,
-        into: str | None = None,
-    ) -> None:
-        chosen = set(self._sizes.tags if tags is None else tags)
-        self._resident = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
-        self._asleep |= chosen
-        if into is not None:
-            self.handed_over.add((tuple(sorted(chosen)), into))
-            given = sum(self._sizes.tags[tag] for tag in chosen)
-            self.peer.pooled = min(given, self.peer.sizes()[into])
-        if KV_CACHE in chosen:
-            self._torch = self._sizes.idle
-
-    def receive(self, nbytes: int, into: str) -> None:
-        """Take over memory of the trainer for a tag that wakes up next."""
-        self._pooled = min(nbytes, self._sizes.tags[into])
-
-    def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
-        self._pooled = 0
-        self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
-        whole = self._sizes.kv_cache
-        self._pool = min(whole, self._sizes.least) if partly else whole
-        self._grown = min(whole, self._sizes.wanted) if partly else whole
-
-    def prepare_sleep(self) -> None:
-        """Do nothing: the plan counts host memory elsewhere."""
-
-    def shrink(self) -> None:
-        """Do nothing: the plan counts the pool at its largest."""
-
-    def usage(self) -> Usage:
-        tags = self._sizes.tags | {KV_CACHE: self._pool, PAGE_POOL: self._pooled}
-        return _usage(tags, self._asleep, self._torch, self._peak, self._resident)
-
-    def take_usage(self) -> Usage:
-        usage, self._peak = self.usage(), self._torch
-        return usage
-
-    def abort_update(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-
-def used_bytes(usage: Usage) -> int:
-    """Return the bytes that a process holds at present."""
-    return sum(usage.tags.values()) + usage.torch_bytes
-
-
-def _usage(
-    sizes: Mapping[str, int], away: Set[str], torch_bytes: int, torch_peak: int, host: int = 0
-) -> Usage:
-    """Build the usage of a process whose tags are present except for those in `away`."""
-    return Usage(
-        tags={tag: 0 if tag in away else nbytes for tag, nbytes in sizes.items()},
-        torch_bytes=torch_bytes,
-        torch_peak_bytes=torch_peak,
-        device_used_bytes=None,
-        host_bytes=host,
-    )
-
-
-def _longest(tokens: int) -> Completion:
-    return Completion(
-        token_ids=[0] * tokens,
-        logprobs=[0.0] * tokens,
-        finish_reason="length",
-        weight_versions=[0] * tokens,
-    )

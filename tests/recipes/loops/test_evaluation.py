@@ -21,11 +21,18 @@ import recipes
 from memsaver.ops.hash import hash_text
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.evaluation import Evaluation, check_best, evaluate, pass_at, powers_of_two, standing
 from recipes.logs.run_folder import RunFolder, at_work
+from recipes.loops.evaluation import (
+    Evaluation,
+    check_best,
+    evaluate,
+    pass_at,
+    powers_of_two,
+    standing,
+)
 from recipes.run import continue_run, start_run
-from recipes.setup.models import toy_tokenizer
-from recipes.setup.preparation import demanded_tokens, request_tokens
+from recipes.setup.model_files import toy_tokenizer
+from recipes.setup.pool import demanded_tokens, request_tokens
 from recipes.tasks import Problem, Score, Task, Tasks
 from rollout import Completion, SamplingParams
 from tests.helpers.recipes.fake_sides import fake_runs
@@ -259,7 +266,7 @@ def quality(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> Iterator[dict
             evaluation, row={**evaluation.row, "exact_match": values[updates]}
         )
 
-    monkeypatch.setattr("recipes.loop.evaluate", judged)
+    monkeypatch.setattr("recipes.loops.loop.evaluate", judged)
     yield values
 
 

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import recipes.loop
+import recipes.loops.loop
 from recipes.errors import RunError
-from recipes.figures import answer_figures, deviation
-from recipes.rewards.runner import Rewards
+from recipes.loops.figures import answer_figures
+from recipes.loops.numbers import deviation
+from recipes.loops.sampling import Samples
+from recipes.rewards.rewards import Rewards
 from recipes.run import start_run
-from recipes.sampling import Samples
 from recipes.tasks import Problem, Score, Task
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
@@ -159,7 +160,7 @@ def test_answers_without_reward_are_left_out_of_every_update(
     )
     monkeypatch.setattr(Rewards, "submit", judge)
     whole: list[Samples] = []
-    update, generate = Trainer.update_actor, recipes.loop.generate_sequences
+    update, generate = Trainer.update_actor, recipes.loops.loop.generate_sequences
 
     def spy(trainer: Trainer, batch: SequenceBatch) -> dict[str, float]:
         batches.append(batch)
@@ -170,7 +171,7 @@ def test_answers_without_reward_are_left_out_of_every_update(
         return whole[-1]
 
     monkeypatch.setattr(Trainer, "update_actor", spy)
-    monkeypatch.setattr(recipes.loop, "generate_sequences", spy_samples)
+    monkeypatch.setattr(recipes.loops.loop, "generate_sequences", spy_samples)
     start_run(recipe, [*words, "steps=1", "checkpoint.every=0"], tmp_path / "run")
     assert len(batches) == updates
     learnt = [ids for batch in batches for ids in sequences(batch)]

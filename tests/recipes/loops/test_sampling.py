@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.config.models import SamplingSection
-from recipes.sampling import Samples, sampling_seed, scored, with_length_penalty
+from recipes.config.sections import SamplingSection
+from recipes.loops.sampling import Samples, sampling_seed, scored, with_length_penalty
 from recipes.tasks import Problem, Score, Task
 from recipes.tasks.schedule import pick_problems
 

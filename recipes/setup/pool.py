@@ -1,0 +1,198 @@
+"""The size of the KV pool: what requests need, what a GPU leaves, and what does not fit."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcache import KVLayout, layout
+from memsaver.ops.layout import round_up
+from recipes.config.recipe import Recipe
+from recipes.errors import RecipeError, one_line, refused, shown
+from rollout.config import why_one_size
+from rollout.model import ModelConfig, rank_groups, rank_layout
+from rollout.weights import arena_nbytes
+
+
+def request_tokens(recipe: Recipe, longest_prompt: int) -> int:
+    """Return the pool tokens of the longest prompt and answer, in whole pages."""
+    return round_up(longest_prompt + recipe.sampling.max_tokens, recipe.engine.page_size)
+
+
+Shorter = Callable[[int], list[str]]
+"""Maps a number of tokens to the settings that leave longer prompts out."""
+
+
+def pool_fault(
+    recipe: Recipe,
+    longest: int,
+    kv_tokens: int,
+    whose: str = "",
+    shorter: Shorter = lambda limit: [],
+) -> tuple[str, str] | None:
+    """Return the fault and the remedy of a pool that cannot hold the longest request, else None.
+
+    Other arguments are as in `check_context`.
+    """
+    answer, page = recipe.sampling.max_tokens, recipe.engine.page_size
+    need = request_tokens(recipe, longest)
+    if need <= kv_tokens:
+        return None
+    share = recipe.engine.mem_fraction_static is not None
+    key = "mem_fraction_static" if share else "kv_tokens"
+    rule = f"the KV pool of {kv_tokens} tokens is too small for one request of "
+    rule += f"{longest} + {answer} tokens in pages of {page}{whose}"
+    ways = [f"{in_tokens(recipe, need)} or more", *shorter(kv_tokens // page * page - answer)]
+    fault = f"engine.{key}={shown(getattr(recipe.engine, key))}: {rule}"
+    return fault, f"set {', or '.join(ways)}"
+
+
+SHARE = 0.9  # Largest share of a GPU for weights and pool, unless the recipe sets one.
+
+
+def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
+    """Return the tokens of one device's KV pool.
+
+    `engine.kv_tokens` sets them. With `engine.mem_fraction_static`, weights, states and pool fill
+    that share of the GPU. Without either, the pool holds the requests that run together, as far as
+    0.9 of the GPU allows.
+
+    Raises:
+        RecipeError: The engine cannot serve this model, or the pool does not fit.
+    """
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    weights = rank_weights(recipe, model, dtype)
+    kv_layout = rank_kv_layout(recipe, model.hf_config, dtype)
+    tokens = recipe.engine.kv_tokens
+    if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
+        tokens = demanded_tokens(recipe, longest_prompt)
+    elif tokens is None:
+        tokens = _share(recipe, device, kv_layout, weights, longest_prompt)
+    check_overlap(recipe, kv_layout)
+    _check_host_tier(recipe, kv_layout, tokens)
+    return tokens
+
+
+def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
+    """Return the tokens that one engine's running requests fill if all are as long as allowed."""
+    engines = recipe.cluster.engine_ranks // recipe.engine.tensor_parallel_size
+    prompts = math.ceil(recipe.loop.prompts_per_step / engines)
+    requests = prompts * recipe.loop.samples_per_prompt
+    if recipe.eval.every:
+        sets = 1 + len(recipe.task.mixture) + len(recipe.eval.sets)
+        problems = math.ceil(sets * recipe.eval.problems / engines)
+        requests = max(requests, problems * recipe.eval.samples)
+    return min(recipe.engine.max_running, requests) * request_tokens(recipe, longest_prompt)
+
+
+def in_tokens(recipe: Recipe, tokens: int) -> str:
+    """Return the overrides that set the pool to this number of tokens."""
+    free = "" if recipe.engine.mem_fraction_static is None else "engine.mem_fraction_static=null "
+    return f"{free}engine.kv_tokens={tokens}"
+
+
+def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
+    """Return the KV layout of one rank.
+
+    Raises:
+        RecipeError: `engine.kv_cache_dtype` does not suit the model.
+    """
+    stored = recipe.engine.kv_cache_dtype
+    try:
+        kv_layout = layout(config, stored, dtype)
+    except ValueError as error:
+        raise refused("engine.kv_cache_dtype", stored, one_line(error), "auto") from None
+    return rank_layout(kv_layout, recipe.engine.tensor_parallel_size)
+
+
+def pool_grows(recipe: Recipe, kv_layout: KVLayout) -> bool:
+    """Return whether the engine's KV pool can begin small and grow."""
+    return not recipe.engine.hosted and _why_one_size(recipe, kv_layout) is None
+
+
+def _why_one_size(recipe: Recipe, kv_layout: KVLayout) -> str | None:
+    engine = recipe.engine
+    tiers = engine.host_to_device_ratio > 0
+    return why_one_size(kv_layout.pages_tell_all, engine.tensor_parallel_size, tiers)
+
+
+def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
+    """Refuse tags of `cycle.overlap` if the KV pool cannot grow while they leave."""
+    named = recipe.cycle.overlap
+    if named not in ("auto", []) and (why := _why_one_size(recipe, kv_layout)):
+        rule = f"needs a KV cache that grows, and this one does not: {why}"
+        raise refused("cycle.overlap", named, rule, "auto")
+
+
+def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of rank 0, which has the most.
+
+    Raises:
+        RecipeError: The model cannot be divided among these ranks.
+    """
+    size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
+    if experts > 1 and not model.has_experts:
+        rule = "the model has no experts to divide"
+        raise refused("engine.expert_parallel", experts, rule, 1)
+    try:
+        return arena_nbytes(rank_groups(model, 0, size, experts), dtype)
+    except ValueError as error:
+        raise refused("engine.tensor_parallel_size", size, one_line(error), 1) from None
+
+
+def state_bytes(recipe: Recipe, kv_layout: KVLayout) -> int:
+    """Return the bytes of a rank's states: of running requests, kept prefixes and padding."""
+    return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
+
+
+def tokens_in_share(
+    recipe: Recipe, kv_layout: KVLayout, weights: int, total: int, longest_prompt: int
+) -> int:
+    """Return the tokens of a pool that shares part of a GPU with weights and states.
+
+    With `engine.mem_fraction_static` the pool fills that share of `total` bytes. Without it, the
+    pool takes the tokens that running requests can fill, within 0.9 of the GPU. A result of less
+    than one page means that the pool does not fit.
+    """
+    fraction = recipe.engine.mem_fraction_static
+    left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kv_layout)
+    pages = left // kv_layout.bytes_per_token // recipe.engine.page_size - 1  # One page is padding.
+    tokens = pages * recipe.engine.page_size
+    return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
+
+
+def _share(
+    recipe: Recipe, device: str, kv_layout: KVLayout, weights: int, longest_prompt: int
+) -> int:
+    engine = recipe.engine
+    key = f"engine.mem_fraction_static={engine.mem_fraction_static or SHARE}"
+    if device == "cpu":
+        rule = "is a share of a GPU's memory, and the device is a CPU"
+        raise RecipeError(
+            f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}"
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    tokens = tokens_in_share(recipe, kv_layout, weights, total, longest_prompt)
+    states = state_bytes(recipe, kv_layout)
+    if tokens >= engine.page_size:
+        return tokens
+    holders = "the weights and states" if states else "the weights alone"
+    least = (weights + states + 2 * engine.page_size * kv_layout.bytes_per_token) / total
+    remedy = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
+    if least >= 0.98:
+        remedy = "set engine.tensor_parallel_size higher, or take a smaller model"
+    need = f"{holders} take {weights + states} bytes of the GPU's {total}"
+    raise RecipeError(f"{key}: {need}; {remedy}")
+
+
+def _check_host_tier(recipe: Recipe, kv_layout: KVLayout, tokens: int) -> None:
+    ratio, page = recipe.engine.host_to_device_ratio, recipe.engine.page_size
+    if not ratio:
+        return
+    key = "engine.host_to_device_ratio"
+    if kv_layout.pool not in ("mha", "mla") or kv_layout.sliding_window is not None:
+        rule = "its pages do not hold a whole sequence (sliding windows or linear layers)"
+        raise refused(key, ratio, rule, 0)
+    if int(ratio * tokens) < page:
+        raise refused(key, ratio, f"of {tokens} tokens is less than a page of {page} tokens", 1)
