@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,10 @@ ALONE = {
 # The command, and the module that verl imports, stand above all packages.
 ABOVE_ALL = {"memsaver/__main__.py", "memsaver/compat/verl_plugin.py"}
 FOR_ALL = {("memsaver", "ops"), ("memsaver", "system")}
+# The first room imports the second, which stands above it, in functions only.
+UPWARD = {("trainer_bridge.models", "trainer_bridge.exact")}
+# Names of several files: one role in each of their packages or rooms.
+ROLES = {"actor", "base", "config", "errors", "experts", "tag_names", "vllm"}
 FOREIGN_MODULES = {"os", "torch", "_python_dispatch"}  # their private names may be used
 FOREIGN_NAMES = {"_local_tensor"}  # of torch's DTensor
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
@@ -188,6 +193,18 @@ def modules_named(node: ast.AST, known: Container[str]) -> list[str]:
     return [name for name in names if name in known]
 
 
+def room_imports(package: str) -> dict[str, set[str]]:
+    """Map each room of a package, a folder or a file beside folders, to the rooms it imports."""
+    graph: dict[str, set[str]] = {}
+    for module, imported in file_imports(package).items():
+        graph.setdefault(room_of(module), set()).update(map(room_of, imported))
+    return {room: imported - {room} for room, imported in graph.items()}
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
 def in_circles(graph: dict[str, set[str]]) -> set[str]:
     """Return the nodes in circles, and those on a path from one circle to another."""
     left = set(graph)
@@ -205,13 +222,31 @@ def test_in_circles_omits_nodes_that_are_in_no_circle() -> None:
     assert in_circles(graph | {"c": {"below"}}) == set()
 
 
-@pytest.mark.parametrize("package", CHAIN)
-def test_modules_of_a_package_import_each_other_in_no_circle(package: str) -> None:
-    graph = file_imports(package)
+def assert_no_circle(graph: dict[str, set[str]]) -> None:
     circles = in_circles(graph)
     assert not circles, "\n".join(
-        f"{module} imports {sorted(graph[module] & circles)}" for module in sorted(circles)
+        f"{name} imports {sorted(graph[name] & circles)}" for name in sorted(circles)
     )
+
+
+@pytest.mark.parametrize("package", CHAIN)
+def test_modules_of_a_package_import_each_other_in_no_circle(package: str) -> None:
+    assert_no_circle(file_imports(package))
+
+
+@pytest.mark.parametrize("package", CHAIN)
+def test_rooms_of_a_package_import_each_other_in_no_circle(package: str) -> None:
+    graph = room_imports(package)
+    for lower, upper in UPWARD:
+        if lower in graph:
+            graph[lower].remove(upper)
+    assert_no_circle(graph)
+
+
+def test_files_of_one_name_have_one_role() -> None:
+    files = (path for package in CHAIN for path in (ROOT / package).rglob("[!_]*.py"))
+    counts = Counter(path.stem for path in files)
+    assert {name for name, count in counts.items() if count > 1} == ROLES
 
 
 def test_class_names_are_unique() -> None:
