@@ -1,8 +1,9 @@
 """Dry run: a step of the recipe's own loop, trainer and cycle on tensors without memory.
 
-Stages, order and the trainer's memory are those of the real code; only the rollout is computed
-(`recipes.planner.planned_device`). The run is one rank of the real number, and its collectives move
-nothing. It has two micro batches of the longest sequences, because more take no more memory.
+Stages, order and the trainer's memory are those of the real code (`planned_device.py`); only the
+rollout is computed (`planned_sides.py`). The run is one rank of the real number, and its
+collectives move nothing. It has two micro batches of the longest sequences, because more take no
+more memory.
 """
 
 import contextlib

@@ -190,6 +190,12 @@ class Adapters:
         return dataclasses.asdict(self._config) | named
 
 
+def factor_names(name: str) -> tuple[str, str]:
+    """Return the names of A and B of the adapted parameter `name`."""
+    path = name.removesuffix(".weight") if name.endswith(".weight") else stack_name(name)
+    return f"{path}.{NAMES[0]}", f"{path}.{NAMES[1]}"
+
+
 def shard_factors(adapter: Adapter) -> LowRank:
     """Return the parts of A and B that belong to this rank's shard of the weight."""
     weight, a, b, scale = adapter

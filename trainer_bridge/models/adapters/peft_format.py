@@ -5,13 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_bridge.config import LoraConfig
-from trainer_bridge.models.adapters.lora import EXPERTS, NAMES, STACKS, stack_name
-
-
-def factor_names(name: str) -> tuple[str, str]:
-    """Return the names of A and B of the adapted parameter `name`."""
-    path = name.removesuffix(".weight") if name.endswith(".weight") else stack_name(name)
-    return f"{path}.{NAMES[0]}", f"{path}.{NAMES[1]}"
+from trainer_bridge.models.adapters.lora import EXPERTS, STACKS
 
 
 def peft_config(config: LoraConfig, base: str) -> dict[str, Any]:

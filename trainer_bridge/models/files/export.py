@@ -23,8 +23,13 @@ from memsaver.system.files import replace_text, sync
 from rollout.model import Stored, spellings, stored_buffers
 from trainer_bridge.config import LoraConfig, TrainerConfig
 from trainer_bridge.errors import OtherWeights, listed, misfits
-from trainer_bridge.models.adapters.lora import adapted_params, base_params, shard_factors
-from trainer_bridge.models.adapters.peft_format import factor_names, peft_config, peft_tensors
+from trainer_bridge.models.adapters.lora import (
+    adapted_params,
+    base_params,
+    factor_names,
+    shard_factors,
+)
+from trainer_bridge.models.adapters.peft_format import peft_config, peft_tensors
 from trainer_bridge.models.files import checkpoint
 from trainer_bridge.models.files.initial import CheckpointFiles, files_digest, open_weights
 from trainer_bridge.models.runtime import Runtime
