@@ -83,15 +83,20 @@ class Engine:
 
     async def stream(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Any:
         """Yield the beginning of every answer, then each answer when it ends."""
-        tasks = {}
-        for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
-            yield {"index": index, "meta_info": {"finish_reason": None}}
-            request = self.async_generate(input_ids=prompt, sampling_params=fields)
-            tasks[asyncio.create_task(request)] = index
-        while tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                yield {**task.result(), "index": tasks.pop(task)}
+        tasks: dict[asyncio.Task[Any], int] = {}
+        try:
+            for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
+                yield {"index": index, "meta_info": {"finish_reason": None}}
+                request = self.async_generate(input_ids=prompt, sampling_params=fields)
+                tasks[asyncio.create_task(request)] = index
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield {**task.result(), "index": tasks.pop(task)}
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def get_all_child_pids(self) -> list[int]:
         return [process.pid or 0 for process in self.processes]
