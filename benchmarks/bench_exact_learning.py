@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, CASES)
     options.set_defaults(out=Path("runs/exact"))
     options.add_argument("--recipe", default="smollm2-135m", help="(default: smollm2-135m)")
-    options.add_argument("--score", default="exact_match_2_digits", help="of held-out problems")
+    options.add_argument("--score", default="correct_2_digits", help="of held-out problems")
     args = options.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = dict[str, list[Row]]()

@@ -92,13 +92,13 @@ class Curves:
 
     Attributes:
         rewards: Mean reward of each step, [seeds, steps].
-        exact_match: Held-out exact match after the last step of each seed; empty: not evaluated.
+        correct: Held-out exact match after the last step of each seed; empty: not evaluated.
         clip_fraction: Mean over steps and seeds.
         seconds: All steps of a run, mean over seeds.
     """
 
     rewards: np.ndarray[Any, np.dtype[np.float64]]
-    exact_match: list[float]
+    correct: list[float]
     clip_fraction: float
     seconds: float
 
@@ -116,7 +116,7 @@ def curves_of(runs: Sequence[Sequence[Row]]) -> Curves:
     clipped = [row.get("clip_fraction", 0.0) for rows in trained for row in rows]
     return Curves(
         rewards=rewards,
-        exact_match=[rows[-1]["exact_match"] for rows in evaluated if rows],
+        correct=[rows[-1]["correct"] for rows in evaluated if rows],
         clip_fraction=float(np.mean(clipped)),
         seconds=sum(row["step_seconds"] for rows in trained for row in rows) / len(runs),
     )
@@ -264,7 +264,7 @@ def table(curves: Mapping[str, Curves]) -> tuple[list[str], list[list[object]]]:
     rows: list[list[object]] = []
     for case, own in curves.items():
         span = f"{min(own.final):.2f} to {max(own.final):.2f}"
-        exact = float(np.mean(own.exact_match)) if own.exact_match else ""
+        exact = float(np.mean(own.correct)) if own.correct else ""
         rows.append([case, float(np.mean(own.final)), span, exact, own.clip_fraction, own.seconds])
     return [*head, "clip fraction", "s"], rows
 
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     measured = dict(measure(args))
     curves = {case: own for case, own in measured.items() if own is not None}
     results = {
-        case: {"keys": CASES[case], "exact_match": own.exact_match, "reward": own.rewards.tolist()}
+        case: {"keys": CASES[case], "correct": own.correct, "reward": own.rewards.tolist()}
         for case, own in curves.items()
     }
     report("bench_losses", *table(curves), results, args.out)

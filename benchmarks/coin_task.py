@@ -17,7 +17,7 @@ def coin(section: ProblemSection) -> Task:
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
         even = zlib.crc32(text.encode()) % 2 == 0
-        return Score(reward=float(even), exact=even)
+        return Score(reward=float(even), correct=even)
 
     return Task(
         name="coin",

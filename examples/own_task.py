@@ -29,9 +29,9 @@ def larger(section: ProblemSection) -> Task:
     def score(problem: Problem, text: str, ended: bool) -> Score:
         """Score an answer: 1 for the right letter alone, partial credit if it comes first."""
         words = text.split()
-        exact = ended and words == [problem.answer]
+        correct = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
-        return Score(reward=1.0 if exact else partial_credit * near, exact=exact)
+        return Score(reward=1.0 if correct else partial_credit * near, correct=correct)
 
     return Task(
         name="larger",

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from recipes.errors import RecipeError, typed
@@ -18,6 +19,11 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
             `key`.
     """
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        where = "" if file.parent == Path() else f", with PYTHONPATH={file.parent.absolute()}"
+        rule = "names a file instead of a module"
+        raise RecipeError(f"{key}: {rule}; name {file.stem}:{attribute}{where}")
     if (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)
     try:

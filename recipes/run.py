@@ -274,6 +274,8 @@ def _note_outcome(folder: RunFolder, recipe: Recipe, view: View) -> None:
     if updates < recipe.steps and best:
         outcome = f"ended early after {updates} updates: {best.since} evaluations without a better "
         outcome += f"{section.best} (eval.patience={section.patience})"
+    if lost := sum(row.get("faults", 0) for row in run.train()):
+        outcome += f", with {lost} answers lost to failures of reward functions"
     export = folder.export_of(updates)
     view.note(f"{outcome}: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
 

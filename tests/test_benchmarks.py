@@ -130,7 +130,7 @@ def test_both_sides_of_trls_sync_train_with_a_stand_in_for_vllm(
 def test_mismatch_and_scores_of_exact_and_other_runs_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--tiny", "--out", str(tmp_path), "--recipe", "tiny", "--score", "exact_match"]
+    words = ["--tiny", "--out", str(tmp_path), "--recipe", "tiny", "--score", "correct"]
     with without_pictures():  # of the runs themselves
         bench_exact_learning.main([*words, "--cases", "exact", "fp8 cache, corrected"])
     table = capsys.readouterr().out

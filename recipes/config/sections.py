@@ -414,6 +414,8 @@ class ProblemSection:
         reward_weights: Weight of each reward function in the sum; empty: 1 each.
         extract: Part of an answer that packaged functions, files and reasoning_gym score: the whole
             text, its last number, the content of its last \\boxed{}, or of its last <answer> tag.
+        correct_by: Function of `rewards` that decides whether an answer is correct; null: the first
+            that says so, else the first that takes the expected answer, else the first.
     """
 
     name: Annotated[
@@ -435,6 +437,7 @@ class ProblemSection:
     rewards: list[str] = Field(default_factory=list)
     reward_weights: list[float] = Field(default_factory=list)
     extract: Extract = "text"
+    correct_by: str | None = None
 
     @property
     def set_name(self) -> str:
@@ -461,6 +464,8 @@ class TaskSection(ProblemSection):
         timeout: Seconds that one call of a reward function in a worker process may take.
         workers: Processes that call reward functions; 0: the process of the command, where only
             async functions have a timeout; null: half of the CPUs, at most 8.
+        concurrency: Largest number of calls of an async reward function at a time, such as a judge
+            may get; waiting for a turn does not count as time of the call. null: no limit.
     """
 
     mixture: list[ProblemSection] = Field(default_factory=list, max_length=255)
@@ -470,6 +475,7 @@ class TaskSection(ProblemSection):
     max_prompt_tokens: Count | None = None
     timeout: Positive = 30.0
     workers: CountOrZero | None = None
+    concurrency: Count | None = None
 
 
 def sets_by_key(
@@ -491,7 +497,7 @@ class EvalSection:
         sets: Sets that are only evaluated, each a mapping with the keys of a set in `task.mixture`.
         samples: Answers to each problem; above 1, rows have avg@n and pass@k.
         temperature: Sampling temperature of evaluations; 0: greedy, with samples=1.
-        best: Figure of an evaluation, such as exact_match or reward_LABEL; the checkpoint with its
+        best: Figure of an evaluation, such as correct or reward_LABEL; the checkpoint with its
             highest value is kept. null: only the newest checkpoints are.
         patience: Evaluations without improvement of `best` after which the run ends; 0: it does not
             end early.
@@ -502,7 +508,7 @@ class EvalSection:
     sets: list[ProblemSection] = Field(default_factory=list)
     samples: Count = 1
     temperature: PositiveOrZero = 0.0
-    best: str | None = "exact_match"
+    best: str | None = "correct"
     patience: CountOrZero = 0
 
 

@@ -343,7 +343,7 @@ def describe(row: Mapping[str, Any]) -> str:
         f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
         *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
         *([f"{row['overflows']:.2g} overflows per update"] if row.get("overflows") else []),
-        f"exact {_decimal(row, 'exact_match')}",
+        f"correct {_decimal(row, 'correct')}",
         *([] if "loss" in row else ["no update of the policy"]),
         *_mismatch(row),
         *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),

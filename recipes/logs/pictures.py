@@ -86,16 +86,16 @@ def data_uri(picture: Figure | bytes | None) -> str:
 
 @matplotlib.rc_context(STYLE)
 def draw_reward(run: Run) -> Figure | None:
-    """Draw reward and exact match over steps, and the log-prob mismatch below them."""
+    """Draw reward and correct answers over steps, and the log-prob mismatch below them."""
     if not run.rows:
         return None
     figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _curve(above, run.train(), "reward", "reward, mean of the step")
-    _curve(above, run.train(), "exact_match", "exact match of samples")
+    _curve(above, run.train(), "correct", "correct samples")
     for name in dict.fromkeys(chain.from_iterable(map(qualities, run.evaluations))):
         _curve(above, run.evaluations, name, f"{name}, held-out problems", marker="o")
-    above.set(ylabel="reward; exact match (share of answers)")
+    above.set(ylabel="reward; correct (share of answers)")
     for key, label in (("mismatch_mean", "mean"), ("mismatch_max", "largest")):
         _curve(below, run.train(), key, f"mismatch, {label}", above=0.0)
     _curve(below, run.train(), "kl_to_reference", "KL from the reference", above=0.0)

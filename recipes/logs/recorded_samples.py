@@ -20,7 +20,7 @@ from recipes.logs.run_folder import SAMPLES, Row, check_holds_run, whole_rows
 FAULTY = 16  # further answers of a row that are recorded because they have a fault
 FEW = 4  # samples that the command prints by default
 LONGEST = 1000  # characters of one text in tables
-COLUMNS = ("set", "prompt", "answer", "completion", "reward", "exact", "finish_reason", "tokens")
+COLUMNS = ("set", "prompt", "answer", "completion", "reward", "correct", "finish_reason", "tokens")
 
 
 class AnswerGroup(NamedTuple):
@@ -97,7 +97,7 @@ def _record(group: AnswerGroup, number: int, place: int) -> Row:
         "answer": problem.answer,
         "completion": samples.texts[place],
         "reward": score.reward,
-        "exact": score.exact,
+        "correct": score.correct,
         "figures": dict(score.figures),
         "fault": score.fault,
         "finish_reason": "stop" if samples.ended[place] else "length",
@@ -232,7 +232,7 @@ def _head(sample: Row) -> str:
         f"{sample['kind']} {sample['step']}",
         sample["set"],
         "no reward" if reward is None else f"reward {reward:.3g}",
-        *(["exact"] if sample["exact"] else []),
+        *(["correct"] if sample["correct"] else []),
         *(f"{name} {value:.3g}" for name, value in sample["figures"].items()),
         f"{sample['tokens']} tokens, {sample['finish_reason']}",
     ]

@@ -92,8 +92,8 @@ def key_figures(run: Run) -> dict[str, str]:
     figures = {}
     if rewards := [row["reward"] for row in run.train("reward")]:
         figures["reward, first and last step"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
-    if exact := [100 * row["exact_match"] for row in run.evaluations if "exact_match" in row]:
-        figures["held-out exact match"] = f"{exact[0]:.0f} % → {exact[-1]:.0f} %"
+    if correct := [100 * row["correct"] for row in run.evaluations if "correct" in row]:
+        figures["held-out, correct"] = f"{correct[0]:.0f} % → {correct[-1]:.0f} %"
     keys = ("step_seconds", "tokens_per_second", "hidden_seconds")
     if rows := run.train("stages", *keys):
 

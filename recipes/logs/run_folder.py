@@ -27,14 +27,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +65,8 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system wit
 _EXTRA = ("evaluate", "refresh_reference", "save_checkpoint", "export")
 ROLLOUT_GPU = " (engine's GPU)"  # ends the name of a stage on a GPU without a trainer rank
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
-FIRST = ("reward", "reward_std", "exact_match")  # in tables
-QUALITIES = ("exact_match", "avg@", "pass@")  # beginnings of names of shares of right answers
+FIRST = ("reward", "reward_std", "correct")  # in tables
+QUALITIES = ("correct", "avg@", "pass@")  # beginnings of names of shares of right answers
 
 Row = dict[str, Any]
 
@@ -167,12 +170,33 @@ def _is_within(row: Row, step: int) -> bool:
 
 
 def whole_rows(file: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl; skip the half line that a killed run may leave."""
+    """Return the rows of a metrics.jsonl; skip the half line that a killed run may leave.
+
+    Rows of before, in which correct answers were called exact, are read with a line.
+    """
     rows = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
+            rows.append(_renamed(json.loads(line), file))
     return rows
+
+
+def _renamed(row: Any, file: Path) -> Any:
+    """Return a row in which correct answers are called so, in the figures of each set, too."""
+    if not isinstance(row, dict):
+        return row
+    names = {name: re.sub("^exact(_match)?(?=_|$)", "correct", name) for name in row}
+    if names.keys() - {*names.values()}:
+        _tell_renamed(file)
+    row = {names[name]: value for name, value in row.items()}
+    if isinstance(row.get("sets"), dict):
+        row["sets"] = {name: _renamed(figures, file) for name, figures in row["sets"].items()}
+    return row
+
+
+@functools.cache
+def _tell_renamed(file: Path) -> None:
+    print(f"memsaver: {file}: what its rows call exact is read as correct", file=sys.stderr)
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

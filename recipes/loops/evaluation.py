@@ -10,9 +10,9 @@ from recipes.config.sections import EvalSection
 from recipes.errors import RecipeError
 from recipes.loops.figures import by_function, unrewarded
 from recipes.loops.sampling import Samples, answer
-from recipes.rewards.rewards import Rewards
+from recipes.rewards import Rewards, Scored
 from recipes.setup.preparation import Setup
-from recipes.tasks import Problem, Score, Task
+from recipes.tasks import Problem, Task
 from recipes.tasks.split import hash_text
 from rollout import Rollout
 
@@ -24,12 +24,12 @@ class Evaluation:
     Attributes:
         row: Figures, for metrics.jsonl.
         samples: The answers; those to one problem are adjacent.
-        scores: Score of each answer.
+        scores: Record of each answer.
     """
 
     row: dict[str, Any]
     samples: Samples
-    scores: list[Score]
+    scores: list[Scored]
 
 
 def evaluate(rollout: Rollout, setup: Setup, rewards: Rewards) -> Evaluation:
@@ -69,37 +69,37 @@ def evaluation_seed(seed: int, task: Task, problem: Problem) -> int:
 
 
 def figures_of(
-    samples: Samples, scores: Sequence[Score], part: slice, count: int
+    samples: Samples, scores: Sequence[Scored], part: slice, count: int
 ) -> dict[str, Any]:
     """Return the figures of one set.
 
     Args:
         samples: All answers of the evaluation.
-        scores: Their scores.
+        scores: Their records.
         part: The set's answers among them.
         count: Answers to each problem.
 
     Returns:
-        The figures by name. An answer without a reward is no exact match and has no part in the
+        The figures by name. An answer without a reward is not correct and has no part in the
         mean reward, which is missing if no answer has one.
     """
     scores = scores[part]
-    exact = [score.exact for score in scores]
+    correct = [score.correct for score in scores]
     rewards = [score.reward for score in scores if score.reward is not None]
-    row: dict[str, Any] = {"exact_match": statistics.fmean(exact)}
+    row: dict[str, Any] = {"correct": statistics.fmean(correct)}
     row |= {"reward": statistics.fmean(rewards)} if rewards else {}
     if functions := by_function(scores):
         row["rewards"] = functions
     if count > 1:
-        right = [sum(exact[start : start + count]) for start in range(0, len(exact), count)]
-        row[f"avg@{count}"] = row["exact_match"]
+        right = [sum(correct[at : at + count]) for at in range(0, len(correct), count)]
+        row[f"avg@{count}"] = row["correct"]
         for k in powers_of_two(count):
             row[f"pass@{k}"] = statistics.fmean(pass_at(k, count, number) for number in right)
     return {
         **row,
         "length": statistics.fmean(map(len, samples.response_ids[part])),
         "cut_off": 1 - statistics.fmean(samples.ended[part]),
-        "problems": len(exact) // count,
+        "problems": len(correct) // count,
         **unrewarded(scores),
     }
 
@@ -139,7 +139,7 @@ def _qualities(section: EvalSection) -> list[str]:
     """Return the figures of a set of which more is better."""
     several = section.samples > 1
     passes = [f"pass@{k}" for k in powers_of_two(section.samples)] if several else []
-    return ["exact_match", "reward", *([f"avg@{section.samples}"] if several else []), *passes]
+    return ["correct", "reward", *([f"avg@{section.samples}"] if several else []), *passes]
 
 
 class Standing(NamedTuple):
@@ -156,9 +156,18 @@ class Standing(NamedTuple):
     since: int
 
 
+def failures(row: Mapping[str, Any]) -> int:
+    """Return the number of answers of an evaluation, of all sets, whose reward function failed."""
+    return sum(value for name, value in row.items() if name.startswith("faults"))
+
+
 def standing(evaluations: Iterable[Mapping[str, Any]], figure: str | None) -> Standing | None:
-    """Return the first evaluation with the highest value; None if no row has the figure."""
-    rows = [row for row in evaluations if figure in row]
+    """Return the first evaluation with the highest value; None if no row has the figure.
+
+    Evaluations in which a reward function failed do not count, neither as the best nor as one
+    without improvement: they judged other answers than the others did.
+    """
+    rows = [row for row in evaluations if figure in row and not failures(row)]
     if figure is None or not rows:
         return None
     values = [row[figure] for row in rows]

@@ -7,17 +7,18 @@ import numpy as np
 
 from recipes.loops.numbers import deviation
 from recipes.loops.sampling import Samples
-from recipes.tasks import Score, Task
+from recipes.rewards import Scored
+from recipes.tasks import Task
 
 
 def answer_figures(
-    samples: Samples, scores: Sequence[Score], seconds: dict[str, float], tasks: Sequence[Task]
+    samples: Samples, scores: Sequence[Scored], seconds: dict[str, float], tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """Return the figures of all answers of a step, for metrics.jsonl.
 
     Args:
         samples: The answers.
-        scores: Score of each answer; at least one has a reward.
+        scores: Record of each answer; at least one has a reward.
         seconds: Seconds of the step by stage.
         tasks: Sets to train on; if there are several, the row has figures of each.
 
@@ -42,16 +43,16 @@ def answer_figures(
     return row
 
 
-def _of_scores(scores: Sequence[Score]) -> dict[str, float]:
-    """Return rewards, if an answer has one, and the share of exact matches."""
+def _of_scores(scores: Sequence[Scored]) -> dict[str, float]:
+    """Return rewards, if an answer has one, and the share of correct answers."""
     rewards = [score.reward for score in scores if score.reward is not None]
-    figures = {"exact_match": sum(score.exact for score in scores) / len(scores)}
+    figures = {"correct": sum(score.correct for score in scores) / len(scores)}
     if rewards:
         figures |= {"reward": float(np.mean(rewards)), "reward_std": deviation(rewards)}
     return figures
 
 
-def unrewarded(scores: Sequence[Score]) -> dict[str, int]:
+def unrewarded(scores: Sequence[Scored]) -> dict[str, int]:
     """Return the numbers of answers without a reward, and of those whose function failed."""
     return {
         "unscored": sum(score.reward is None for score in scores),
@@ -59,7 +60,7 @@ def unrewarded(scores: Sequence[Score]) -> dict[str, int]:
     }
 
 
-def by_function(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
+def by_function(scores: Sequence[Scored]) -> dict[str, dict[str, float]]:
     """Return mean and deviation of each reward function over the answers for which it has one."""
     values: dict[str, list[float]] = {}
     for score in scores:
@@ -72,9 +73,9 @@ def by_function(scores: Sequence[Score]) -> dict[str, dict[str, float]]:
 
 
 def _by_set(
-    samples: Samples, scores: Sequence[Score], tasks: Sequence[Task]
+    samples: Samples, scores: Sequence[Scored], tasks: Sequence[Task]
 ) -> dict[str, dict[str, float]]:
-    sets: dict[str, list[Score]] = {task.name: [] for task in tasks}
+    sets: dict[str, list[Scored]] = {task.name: [] for task in tasks}
     for task, score in zip(samples.tasks, scores, strict=True):
         sets[task.name].append(score)
     return {name: {"answers": len(part), **_of_scores(part)} for name, part in sets.items() if part}

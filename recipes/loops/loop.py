@@ -21,19 +21,20 @@ from typing import Any, Self
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError
 from recipes.logs.monitor import Monitor
-from recipes.loops.evaluation import Standing, evaluate, standing
-from recipes.loops.sampling import Samples, generate_sequences, scored, with_length_penalty
-from recipes.rewards.rewards import Rewards
+from recipes.loops.evaluation import Standing, evaluate, failures, standing
+from recipes.loops.sampling import Samples, generate_sequences, rewarded, with_length_penalty
+from recipes.rewards import Rewards, Scored
 from recipes.setup.preparation import Setup
-from recipes.tasks import Score
 from rollout import Rollout
 from trainer_bridge import Cycle, Schedule
 from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.learning import PerToken, log_ratios, mismatch
 from trainer_bridge.tag_names import PARAMS, REFERENCE
 
-Scoring = Callable[[], list[Score]]
+Scoring = Callable[[], list[Scored]]
 """Waits for the scores of submitted answers; all calls return the same ones."""
+SILENT = 10
+"""Steps in a row without signal after which a line says what to look at."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +63,7 @@ class Loop(abc.ABC):
     save: Callable[[int, int], None]
     export: Callable[[int], None]
     drawn: int = 0
+    _silent: int = 0  # steps in a row whose groups have no signal
 
     @staticmethod
     @abc.abstractmethod
@@ -118,12 +120,23 @@ class Loop(abc.ABC):
             self.to_train()
             return
         row = {"kind": "train", "step": step, **self.whole_step(step)}
-        self.drawn += row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)
+        groups = row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)
+        self.drawn += groups
         row["prompts_drawn"] = self.drawn
         row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
         row |= {"hidden_seconds": monitor.hidden_seconds}
         row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row(row)
+        self._tell_silence(step, row.get("groups_without_signal") == groups)
+
+    def _tell_silence(self, step: int, silent: bool) -> None:
+        """Say after every ten steps in a row without signal what to look at."""
+        self._silent = self._silent + 1 if silent else 0
+        if self._silent and self._silent % SILENT == 0:
+            rule = f"for {self._silent} steps, all answers to a prompt have had the same reward"
+            remedy = f"look at memsaver samples {self.monitor.folder.path}, the reward functions"
+            keys = "task.extract, sampling.max_tokens and sampling.temperature"
+            self.monitor.view.note(f"step {step}: {rule}; {remedy}, {keys}")
 
     def whole_step(self, step: int) -> dict[str, Any]:
         """Run `train_step` and refresh the reference if it is due; return the step's figures."""
@@ -177,7 +190,7 @@ class Loop(abc.ABC):
         waiting = self.rewards.submit(samples.answers(), required=places.start == 0)
 
         @cache
-        def scoring() -> list[Score]:
+        def scoring() -> list[Scored]:
             scores = with_length_penalty(samples, waiting(), self.setup.recipe.sampling)
             self.monitor.answered(samples, scores)
             return scores
@@ -197,7 +210,7 @@ class Loop(abc.ABC):
         with self.stage("compute_ref_log_prob"):
             return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
 
-    def score(self, samples: Samples, scoring: Scoring) -> tuple[PerToken, list[Score]]:
+    def score(self, samples: Samples, scoring: Scoring) -> tuple[PerToken, list[Scored]]:
         """Return log-probabilities under the weights that sampled, and the answers' scores.
 
         They are the trainer's; with correction.mode=bypass, or if the update computes the
@@ -278,6 +291,11 @@ class Loop(abc.ABC):
             evaluation = evaluate(self.rollout, self.setup, self.rewards)
         self.monitor.answered(evaluation.samples, evaluation.scores)
         self.monitor.row({"kind": "eval", "step": updates, **evaluation.row})
+        if self.setup.recipe.eval.best and (lost := failures(evaluation.row)):
+            rule = f"{lost} answers lost their rewards to failures of reward functions"
+            self.monitor.view.note(
+                f"evaluation after {updates} updates: {rule}: cannot be the best"
+            )
 
 
 def schedule_of(recipe: Recipe, steps: int, updates: int) -> Schedule:
@@ -291,9 +309,9 @@ def schedule_of(recipe: Recipe, steps: int, updates: int) -> Schedule:
     )
 
 
-def require_reward(scores: Sequence[Score]) -> None:
+def require_reward(scores: Sequence[Scored]) -> None:
     """Raise a ScorerError if no answer of a step has a reward."""
-    if not scored(scores):
+    if not rewarded(scores):
         rule = f"none of the step's {len(scores)} answers got a reward"
         raise ScorerError(f"{rule}: all functions returned None; return numbers for some")
 

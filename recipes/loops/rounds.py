@@ -1,12 +1,12 @@
 """Dynamic sampling: new prompts replace the groups of a step without signal.
 
-The answers to one prompt are a group. It has signal if two of its rewards differ; otherwise all of
-its advantages are 0, apart from KL penalties in the rewards. Each further generation of a step
+The answers to one prompt are a group. It has signal if two of its rewards differ before shaping,
+that is, before the length penalty and KL penalties. Each further generation of a step
 takes as many new prompts as groups with signal are missing, so no such group is left over.
 
 Source: Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025),
-equation 11, which judges groups by right and wrong answers. Here their rewards decide, with the
-length penalty and before KL penalties. verl (`filter_groups`) leaves the figure to the user.
+equation 11, which judges groups by right and wrong answers. Here the rewards of the functions
+decide. verl (`filter_groups`) leaves the figure to the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipes.config.recipe import Recipe
 from recipes.loops.advantages import with_signal
 from recipes.loops.loop import Loop, Scoring, require_reward
 from recipes.loops.sampling import Samples, usable
-from recipes.tasks import Score
+from recipes.rewards import Scored
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
     recipe, grpo = loop.setup.recipe, loop.setup.recipe.grpo
     if grpo.sampling_rounds == 1:
         return Sampled(*loop.sample(step))
-    signal, parts, scores = list[bool](), list[Samples](), list[Score]()
+    signal, parts, scores = list[bool](), list[Samples](), list[Scored]()
     while len(parts) < grpo.sampling_rounds and (missing := grpo.prompts_per_step - sum(signal)):
         places = range(len(signal), len(signal) + missing)
         last = len(parts) + 1 == grpo.sampling_rounds
@@ -73,9 +73,9 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
     return Sampled(Samples.joined(parts), lambda: scores, taken, figures)
 
 
-def learnable(samples: Samples, scores: Sequence[Score], recipe: Recipe) -> list[bool]:
+def learnable(samples: Samples, scores: Sequence[Scored], recipe: Recipe) -> list[bool]:
     """Return for each group whether it has signal and an answer that updates take."""
     size, taken = recipe.grpo.samples_per_prompt, usable(samples, scores, recipe.loss.mask_cut_off)
-    signal = with_signal([score.reward for score in scores], size)
+    signal = with_signal([score.raw_reward for score in scores], size)
     present = {index // size for index in taken}
     return [differs and number in present for number, differs in enumerate(signal)]

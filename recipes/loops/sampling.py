@@ -9,10 +9,10 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from recipes.config.sections import SamplingSection
-from recipes.rewards import Answer
+from recipes.rewards import Answer, Scored
 from recipes.setup.model_files import decode
 from recipes.setup.preparation import Setup
-from recipes.tasks import Problem, Score, Task
+from recipes.tasks import Problem, Task
 from recipes.tasks.schedule import pick_problems
 from recipes.tasks.scoring import to_answer
 from recipes.tasks.split import hash_text
@@ -34,6 +34,7 @@ class Samples:
         texts: Text of the answer, without the end token.
         ended: Whether the answer ended by the model's end token instead of max_tokens.
         routed_experts: With `router_replay`, as in `SequenceBatch`.
+        rendered: Prompt of each answer as the chat template writes it.
     """
 
     tasks: list[Task]
@@ -44,6 +45,7 @@ class Samples:
     texts: list[str]
     ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
+    rendered: list[str] | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
@@ -65,7 +67,7 @@ class Samples:
     def answers(self) -> list[Answer]:
         """Return what reward functions get of each answer."""
         parts = self.tasks, self.problems, self.texts, self.ended, self.response_ids
-        return list(map(to_answer, *parts))
+        return list(map(to_answer, *parts, self.rendered or [""] * len(self.texts)))
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
         """Return the trainer's batch, with further fields of `SequenceBatch` in `learning`."""
@@ -96,23 +98,23 @@ def generate_sequences(
     return answer(rollout, setup, prompts, seeds, temperature=temperature, samples=samples)
 
 
-def scored(scores: Sequence[Score]) -> list[int]:
+def rewarded(scores: Sequence[Scored]) -> list[int]:
     """Return the indices of the answers that have a reward, from which training learns."""
     return [index for index, score in enumerate(scores) if score.reward is not None]
 
 
-def usable(samples: Samples, scores: Sequence[Score], mask_cut_off: bool) -> list[int]:
+def usable(samples: Samples, scores: Sequence[Scored], mask_cut_off: bool) -> list[int]:
     """Return the indices of the answers from which updates may learn.
 
     Each has a reward; with `mask_cut_off`, max_tokens did not cut it off.
     """
-    return [index for index in scored(scores) if samples.ended[index] or not mask_cut_off]
+    return [index for index in rewarded(scores) if samples.ended[index] or not mask_cut_off]
 
 
 def with_length_penalty(
-    samples: Samples, scores: Sequence[Score], section: SamplingSection
-) -> list[Score]:
-    """Return the scores with the length penalty in their rewards and, as a figure, next to them.
+    samples: Samples, scores: Sequence[Scored], section: SamplingSection
+) -> list[Scored]:
+    """Return the records with the length penalty in their rewards and figures.
 
     Over the last `section.penalized_tokens` tokens before max_tokens, the deduction grows linearly
     from 0 to `section.length_penalty`, which an answer that max_tokens ended gets in full.
@@ -124,11 +126,11 @@ def with_length_penalty(
     if not section.length_penalty:
         return list(scores)
     window = section.penalized_tokens
-    free, penalized = section.max_tokens - window, list[Score]()
+    free, penalized = section.max_tokens - window, list[Scored]()
     for score, ids in zip(scores, samples.response_ids, strict=True):
         if score.reward is not None:
             deduction = section.length_penalty * max(0, len(ids) - free) / window
-            figures = {**score.figures, "length_penalty": deduction}
+            figures = {**score.figures, "sampling.length_penalty": deduction}
             score = replace(score, reward=score.reward - deduction, figures=figures)
         penalized.append(score)
     return penalized
@@ -150,6 +152,7 @@ def answer(
 ) -> Samples:
     """Return the rollout's answers to prompts, `samples` to each, in the order of the prompts."""
     prompt_ids = [setup.prompt_ids(problem) for _, problem in prompts]
+    rendered = decode(setup.tokenizer, prompt_ids)
     most = setup.recipe.sampling.max_tokens
     params = [
         SamplingParams(max_tokens=most, temperature=temperature, n=samples, seed=seed)
@@ -173,6 +176,7 @@ def answer(
         logprobs=logprobs,
         texts=decode(setup.tokenizer, bodies),
         ended=ended,
+        rendered=[rendered[index] for index, _ in flat],
         routed_experts=routed if setup.recipe.loop.router_replay else None,
     )
 

@@ -409,7 +409,7 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss, "correction": correction}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))
-    wrong = Score(reward=0.0, exact=False)
+    wrong = Score(reward=0.0, correct=False)
     task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)
     return PlannedSetup(
         recipe=small,

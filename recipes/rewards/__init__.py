@@ -3,7 +3,7 @@
 Importing this package imports no torch, so worker processes and loops of your own start fast.
 """
 
-from recipes.rewards.rewards import Answer, Rewards, RewardSet
-from recipes.rewards.score import Score
+from recipes.rewards.rewards import Rewards, RewardSet
+from recipes.rewards.score import Answer, Score, Scored
 
-__all__ = ["Answer", "RewardSet", "Rewards", "Score"]
+__all__ = ["Answer", "RewardSet", "Rewards", "Score", "Scored"]

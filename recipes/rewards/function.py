@@ -4,34 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from recipes.errors import RecipeError, one_line, shown
 from recipes.importing import import_function
 from recipes.rewards.packaged import PACKAGED
-from recipes.rewards.score import Outcome, outcome_of
+from recipes.rewards.score import Answer, Score, score_of
 
 if TYPE_CHECKING:
     from recipes.config.sections import Extract
 
-Row = Mapping[str, Any]
-"""Keywords of one answer: prompt, completion, completion_ids, answer, ended and columns.
-
-All rows of a call have the same names.
-"""
+Kind = Literal["each", "together", "groups"]
+"""How a function is called: for each answer, for all and awaited, or for whole groups (batched)."""
 Source = str | Callable[..., Any]
 """A reward function: its name in a recipe, or the callable itself."""
 
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)
-KEYWORDS = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+CLEAN_UP = 5.0
+"""Seconds that a late asynchronous call may take to clean up, at most as many as its time-out."""
+BATCHED = {"prompt": "prompts", "completion": "completions", "rendered_prompt": "rendered_prompts"}
+"""Arguments that batched functions get under another name."""
+ARGUMENTS = ("prompt", "completion", "completion_ids", "answer", "ended", "rendered_prompt")
+"""Arguments of reward functions besides the columns of the data."""
+PREFIX = "column_"
+"""Begins the argument for a column whose name an argument has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """How the functions of one set of problems are called.
+
+    Attributes:
+        extract: Part of an answer that the packaged functions score.
+        timeout: Seconds that one call may take.
+        concurrency: Largest number of calls of an `async` function at a time; None: no limit.
+        columns: Columns of the data set; an answer without one has None there.
+        answer_column: Column of the expected answer; None: there is none, and the argument `answer`
+            is the column of that name.
+    """
+
+    extract: Extract = "text"
+    timeout: float = 30.0
+    concurrency: int | None = None
+    columns: tuple[str, ...] = ()
+    answer_column: str | None = "answer"
 
 
 class RewardFunction:
@@ -39,24 +67,29 @@ class RewardFunction:
 
     A function with a parameter `completions` is batched: keywords are lists, and the result is a
     list. Any other function is called for each answer. Both may be `async`, and then calls are
-    awaited together, each for at most `timeout` seconds.
+    awaited together, each for at most `timeout` seconds. Each call gets copies of its arguments.
+
+    Attributes:
+        kind: The convention.
+        judges: Whether the function takes the expected answer.
 
     Raises:
         RecipeError: There is no such function.
     """
 
-    def __init__(self, source: Source, extract: Extract, timeout: float) -> None:
-        self._function = _find(source, extract)
-        self._timeout = timeout
+    def __init__(self, source: Source, calling: Calling) -> None:
+        self._function = _find(source, calling.extract)
+        self._calling = calling
         try:
             parameters = inspect.signature(self._function).parameters
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{one_line(error)}; wrap it in a function of your own") from error
         fixed = ("extract",) if source in PACKAGED else ()
-        self._batched = "completions" in parameters
+        # The scorer of a task takes the problem itself.
+        self._scores_task = getattr(source, "scores_task", False) is True
         self._takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
         self._names = {
-            name for name, item in parameters.items() if item.kind in KEYWORDS and name not in fixed
+            name for name, item in parameters.items() if item.kind in NAMED and name not in fixed
         }
         self._needs = [
             name
@@ -64,60 +97,122 @@ class RewardFunction:
             if item.default is item.empty
             and item.kind not in (item.VAR_KEYWORD, item.VAR_POSITIONAL)
         ]
+        self._arguments = dict(zip(ARGUMENTS, ARGUMENTS, strict=True))
+        self.kind: Kind = "together" if _is_async(self._function) else "each"
+        if "completions" in parameters:
+            self.kind = "groups"
+            self._arguments |= BATCHED
+        self.judges = self._scores_task or bool(self._names & {"answer", calling.answer_column})
 
-    def outcomes(self, rows: Sequence[Row], seconds: float) -> list[Outcome]:
-        """Call the function for as many of the rows as it finishes in about `seconds`, or for one.
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that a call may take, with the time to clean up."""
+        return self._calling.timeout + (self._clean_up if _is_async(self._function) else 0.0)
 
-        Returns:
-            The outcomes of the first rows. The list is empty if a call for several rows failed; a
-            call for each row alone then finds the culprit.
+    @property
+    def _clean_up(self) -> float:
+        return min(CLEAN_UP, self._calling.timeout)
+
+    def scores(self, answers: Sequence[Answer], seconds: float) -> Iterator[Score]:
+        """Call the function for as many of the answers as it finishes in about `seconds`, or one.
+
+        Yields:
+            The scores of the first answers. There are none if a batched call for answers to several
+            prompts failed; a call for each prompt then finds the culprit.
         """
-        if self._batched:
-            return self._batch(rows)
-        if _is_async(self._function):
-            return self._together(rows)
-        outcomes, end = list[Outcome](), time.monotonic() + seconds
-        for row in rows:
-            outcomes.append(self._outcome(row))
-            if time.monotonic() >= end:
-                break
-        return outcomes
+        if self.kind == "groups":
+            yield from self._batch(answers)
+        elif self.kind == "together":
+            yield from _run(self._together(answers))
+        else:
+            end = time.monotonic() + seconds
+            for answer in answers:
+                yield self._score(answer)
+                if time.monotonic() >= end:
+                    break
 
-    def _outcome(self, row: Row) -> Outcome:
+    def _score(self, answer: Answer) -> Score:
         try:
-            return _converted(_result(self._call(row), self._timeout))
+            return self._converted(self._result(self._call_alone(answer)))
         except FAULTS as error:
-            return Outcome(fault=_fault(error))
+            return Score(fault=_fault(error))
 
-    def _together(self, rows: Sequence[Row]) -> list[Outcome]:
-        async def outcome(row: Row) -> Outcome:
-            try:
-                return _converted(await _within(self._timeout, self._call(row)))
-            except FAULTS as error:
-                return Outcome(fault=_fault(error))
+    async def _together(self, answers: Sequence[Answer]) -> list[Score]:
+        turns = asyncio.Semaphore(self._calling.concurrency or len(answers))
 
-        async def outcomes() -> list[Outcome]:
-            return await asyncio.gather(*map(outcome, rows))
+        async def score(answer: Answer) -> Score:
+            async with turns:
+                try:
+                    return self._converted(await self._in_time(self._call_alone(answer)))
+                except FAULTS as error:
+                    return Score(fault=_fault(error))
 
-        return _runner().run(outcomes())
+        return await asyncio.gather(*map(score, answers))
 
-    def _batch(self, rows: Sequence[Row]) -> list[Outcome]:
+    def _batch(self, answers: Sequence[Answer]) -> list[Score]:
         try:
-            results = _result(self._call(_as_batch(rows)), self._timeout)
-            results = [None] * len(rows) if results is None else list(results)
-            if len(results) != len(rows):
-                raise _RefusedCall(f"returned {len(results)} rewards for {len(rows)} answers")
+            results = self._result(self._call(self._lists(answers)))
+            results = [None] * len(answers) if results is None else list(results)
+            if len(results) != len(answers):
+                raise _RefusedCall(f"returned {len(results)} rewards for {len(answers)} answers")
         except FAULTS as error:
-            return [] if len(rows) > 1 else [Outcome(fault=_fault(error))]
-        return list(map(_converted, results))
+            several = any(answer.prompt != answers[0].prompt for answer in answers)
+            return [] if several else [Score(fault=_fault(error))] * len(answers)
+        return list(map(self._converted, results))
 
-    def _call(self, row: Row) -> Any:
-        if missing := [name for name in self._needs if name not in row]:
+    def _call_alone(self, answer: Answer) -> Any:
+        if self._scores_task:
+            return self._function(answer.problem, answer.text, answer.ended)
+        return self._call(self._keywords(answer))
+
+    def _call(self, keywords: Mapping[str, Any]) -> Any:
+        if missing := [name for name in self._needs if name not in keywords]:
             rule = f"has a parameter {missing[0]!r} that no column has"
-            raise _RefusedCall(f"{rule}; columns: {', '.join(row)}")
-        if self._takes_all:
-            return self._function(**row)
-        return self._function(**{name: row[name] for name in self._names if name in row})
+            raise _RefusedCall(f"{rule}; columns: {', '.join(keywords)}")
+        taken = keywords if self._takes_all else self._names & keywords.keys()
+        return self._function(**{name: copy.deepcopy(keywords[name]) for name in taken})
+
+    def _keywords(self, answer: Answer) -> dict[str, Any]:
+        """Return the arguments of a call; those of the product precede columns of the same name."""
+        expected, columns = answer.answer, answer.columns
+        if self._calling.answer_column is None:
+            expected = columns.get("answer", expected)
+        own = answer.prompt, answer.text, answer.token_ids, expected, answer.ended
+        keywords = dict(zip(self._arguments.values(), (*own, answer.rendered_prompt), strict=True))
+        for name in dict.fromkeys((*self._calling.columns, *columns)):
+            keywords[PREFIX + name if name in keywords else name] = columns.get(name)
+        return keywords
+
+    def _lists(self, answers: Sequence[Answer]) -> dict[str, list[Any]]:
+        """Return the arguments of a batched call, in which a chat has chats as completions."""
+        rows = list(map(self._keywords, answers))
+        common = set.intersection(*map(set, rows))
+        lists = {name: list(map(itemgetter(name), rows)) for name in rows[0] if name in common}
+        lists["completions"] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(lists["prompts"], lists["completions"], strict=True)
+        ]
+        return lists
+
+    def _converted(self, result: Any) -> Score:
+        try:
+            return score_of(result, self.judges)
+        except ValueError as error:
+            return Score(fault=f"returned {one_line(error)}")
+
+    def _result(self, result: Any) -> Any:
+        """Return the result of a call, awaited if it is awaitable."""
+        return _run(self._in_time(result)) if inspect.isawaitable(result) else result
+
+    async def _in_time(self, call: Awaitable[Any]) -> Any:
+        """Await a call; cancel a late one, and give it time to clean up."""
+        task = asyncio.ensure_future(call)
+        done, _ = await asyncio.wait([task], timeout=self._calling.timeout)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task], timeout=self._clean_up)
+            raise _RefusedCall(too_long(self._calling.timeout))
+        return task.result()
 
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -125,13 +220,6 @@ PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 class _RefusedCall(Exception):
     """A call that the conventions refuse; its text is the fault."""
-
-
-def _converted(result: Any) -> Outcome:
-    try:
-        return outcome_of(result)
-    except ValueError as error:
-        return Outcome(fault=f"returned {one_line(error)}")
 
 
 def _fault(error: BaseException) -> str:
@@ -171,36 +259,24 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _result(result: Any, timeout: float) -> Any:
-    """Return the result of a call, awaited if it is awaitable."""
-    return _runner().run(_within(timeout, result)) if inspect.isawaitable(result) else result
-
-
-async def _within(timeout: float, call: Any) -> Any:
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await call
-    except TimeoutError:
-        if limit.expired():
-            raise _RefusedCall(too_long(timeout)) from None
-        raise
-
-
 def too_long(timeout: float) -> str:
     return f"took longer than {timeout:g} s"
 
 
+def _run(call: Any) -> Any:
+    """Run a coroutine in the one event loop of this process, so functions can keep connections."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _runner().run(call)
+    return _thread().submit(_runner().run, call).result()  # This thread runs a notebook's loop.
+
+
 @cache
 def _runner() -> asyncio.Runner:
-    """Return the one event loop of this process, so that functions can keep connections."""
     return asyncio.Runner()
 
 
-def _as_batch(rows: Sequence[Row]) -> Row:
-    """Return the keywords of a batched call, in which a chat has chats as completions."""
-    lists = {name: list(map(itemgetter(name), rows)) for name in rows[0]}
-    completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(lists["prompt"], lists.pop("completion"), strict=True)
-    ]
-    return {"prompts": lists.pop("prompt"), "completions": completions, **lists}
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "async rewards")

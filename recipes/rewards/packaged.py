@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import shown
 from recipes.rewards.extract import extract as part_of
-from recipes.rewards.extract import extract_number
+from recipes.rewards.extract import extract_expected, last_number
 
 if TYPE_CHECKING:
     from recipes.config.sections import Extract
@@ -18,7 +16,12 @@ SECONDS = 5
 
 
 def exact_match(completion: str, answer: str, ended: bool, extract: Extract = "text") -> float:
-    """Return 1 if the answer is the expected answer, else 0; whitespace counts as one space."""
+    """Return 1 if the answer is the expected answer, else 0; whitespace counts as one space.
+
+    With extract=number, the numbers are compared by value, as `number` does.
+    """
+    if extract == "number":
+        return number(completion, answer, ended)
     given, expected = _parts(extract, completion, answer)
     return float(ended and given is not None and given.split() == expected.split())
 
@@ -26,40 +29,28 @@ def exact_match(completion: str, answer: str, ended: bool, extract: Extract = "t
 def number(completion: str, answer: str, ended: bool, extract: Extract = "text") -> float:
     """Return 1 if the last numbers of the answer and the expected answer are equal, else 0.
 
-    Numbers are compared by value: 1,000 equals 1000, and 2.0 equals 2.
+    Numbers are compared by value: 1,000 equals 1000, and 0.5 equals 1/2.
+
+    Raises:
+        ValueError: The expected answer has no number.
     """
-    given, expected = map(last_number, _parts(extract, completion, answer))
-    return float(ended and given is not None and given == expected)
+    given, expected = _parts(extract, completion, answer)
+    if (right := last_number(expected)) is None:
+        raise ValueError(f"the expected answer {shown(repr(expected), 60)} has no number")
+    return float(ended and given is not None and last_number(given) == right)
 
 
 def _parts(what: Extract, completion: str, answer: Any) -> tuple[str | None, str]:
-    """Return the extracted parts of an answer and of the expected one.
-
-    An expected answer without the part counts as a whole, and so `... #### 42` and `42` both have
-    the number 42.
-    """
-    expected = str(answer)
-    return part_of(what, completion), part_of(what, expected) or expected
-
-
-def last_number(text: str | None) -> Decimal | None:
-    """Return the value of the last number of a text; None without a number.
-
-    >>> last_number("It costs $1,000.50."), last_number("-2.0") == -2, last_number("none")
-    (Decimal('1000.50'), True, None)
-    """
-    digits = extract_number(text or "")
-    try:
-        return None if digits is None else Decimal(digits.replace(",", ""))
-    except InvalidOperation:
-        return None
+    """Return the extracted parts of an answer and of the expected one."""
+    return part_of(what, completion), extract_expected(what, str(answer))
 
 
 def math(completion: str, answer: str, ended: bool, extract: Extract = "text") -> float:
     r"""Return 1 if math-verify finds the answer equal to the expected one, else 0.
 
     The expected answer may be LaTeX with or without delimiters, such as \frac{1}{2}, or a number.
-    Without `extract`, math-verify looks for the last \boxed{}, formula or number itself.
+    Without `extract`, math-verify looks for the last \boxed{}, formula or number itself. Its limits
+    are signals, so it must be called in the main thread of a process.
 
     Raises:
         ModuleNotFoundError: The package math-verify is missing.
@@ -70,16 +61,15 @@ def math(completion: str, answer: str, ended: bool, extract: Extract = "text") -
     except ModuleNotFoundError as error:
         message = f"{error}; run: pip install 'memsaver[rewards]'"
         raise ModuleNotFoundError(message) from None
-    # The limit of math-verify is a signal, which only the main thread can set.
-    limit = SECONDS if threading.current_thread() is threading.main_thread() else 0
-    given, expected = _parts(extract, completion, answer)
-    gold = parse(_delimited(expected), parsing_timeout=limit)
+    given = part_of(extract, completion)
+    expected = extract_expected("boxed" if extract == "text" else extract, str(answer))
+    gold = parse(_delimited(expected), parsing_timeout=SECONDS)
     if not gold:
         raise ValueError(f"the expected answer {shown(repr(answer), 60)} is no mathematics")
     if given is None or not ended:
         return 0.0
-    target = parse(given if extract == "text" else _delimited(given), parsing_timeout=limit)
-    return float(verify(gold, target, timeout_seconds=limit or None))
+    target = parse(given if extract == "text" else _delimited(given), parsing_timeout=SECONDS)
+    return float(verify(gold, target, timeout_seconds=SECONDS))
 
 
 def _delimited(text: str) -> str:
@@ -97,4 +87,4 @@ PACKAGED = {function.__name__: function for function in (exact_match, number, ma
 DELIMITERS = ("$", r"\(", r"\[", r"\boxed")
 
 IN_PROCESS = ("exact_match", "number")
-"""Packaged reward functions that always return within microseconds."""
+"""Packaged reward functions whose time is linear in the length of the answer."""

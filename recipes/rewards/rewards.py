@@ -6,56 +6,24 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 from recipes.errors import RecipeError, ScorerError, one_line, shown
-from recipes.rewards.function import RewardFunction, Row, Source
-from recipes.rewards.packaged import IN_PROCESS
-from recipes.rewards.score import Outcome, Score, as_reward
-from recipes.rewards.worker_pool import Outcomes, Part, Pool
+from recipes.rewards.function import Calling, RewardFunction, Source
+from recipes.rewards.packaged import IN_PROCESS, PACKAGED
+from recipes.rewards.score import Answer, Score, Scored, as_reward
+from recipes.rewards.worker_pool import Part, Pool, Scores
 
 if TYPE_CHECKING:
     from recipes.config.sections import Extract
 
+PATIENCE = 10.0
+"""Seconds after which a line says what a step waits for, and between such lines."""
 MOST_WORKERS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """An answer to score.
-
-    Attributes:
-        prompt: The user's turn as text, or the messages of a chat.
-        text: The answer's text, without the end token.
-        answer: Expected answer.
-        ended: Whether the answer ended by the end token instead of being cut off.
-        columns: Further columns of the problem by name.
-        token_ids: Tokens of the answer.
-        set: Name of the problem's set, if `Rewards` has several.
-    """
-
-    prompt: Any
-    text: str
-    answer: Any = ""
-    ended: bool = True
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    token_ids: Sequence[int] = ()
-    set: str = ""
-
-    def keywords(self) -> Row:
-        """Return the keywords with which reward functions are called."""
-        return {
-            **self.columns,
-            "prompt": self.prompt,
-            "completion": self.text,
-            "completion_ids": self.token_ids,
-            "answer": self.answer,
-            "ended": self.ended,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +34,11 @@ class RewardSet:
         functions: Functions by name (`module:function`, exact_match, number or math), or callables.
         weights: Weight of each function; empty: 1 each.
         extract: Part of an answer that the packaged functions score, as `task.extract`.
+        columns: Columns of the data set; an answer without one has None there.
+        answer_column: Column of the expected answer; None: there is none, and the argument `answer`
+            is the column of that name.
+        correct_by: Function of `functions` that decides whether an answer is correct. None: the
+            first that says so, else the first that takes the expected answer, else the first.
         key: Section of a recipe that names the functions, for messages.
 
     Raises:
@@ -75,6 +48,9 @@ class RewardSet:
     functions: Sequence[Source]
     weights: Sequence[float] = ()
     extract: Extract = "text"
+    columns: tuple[str, ...] = ()
+    answer_column: str | None = "answer"
+    correct_by: str | None = None
     key: str = "task"
 
     def __post_init__(self) -> None:
@@ -83,14 +59,23 @@ class RewardSet:
             setting = f"{self.key}.reward_weights={shown(weights)}"
             rule = f"has {len(weights)} numbers for {count} reward functions"
             raise RecipeError(f"{setting}: {rule}; set one for each")
-        if twice := [label for label in self.labels if self.labels.count(label) > 1]:
-            setting = f"{self.key}.rewards={shown(self.labels)}"
+        named = [source for source in self.functions if isinstance(source, str)]
+        if twice := [name for name in named if named.count(name) > 1]:
+            setting = f"{self.key}.rewards={shown(named)}"
             raise RecipeError(f"{setting}: names {twice[0]} twice; drop one")
+        if self.correct_by not in (None, *self.labels):
+            setting = f"{self.key}.correct_by={self.correct_by}"
+            rule = f"is no reward function of this set; set one of {', '.join(self.labels)}"
+            raise RecipeError(f"{setting}: {rule}")
 
     @cached_property
     def labels(self) -> list[str]:
-        """Return the functions as messages name them."""
-        return list(map(_label, self.functions))
+        """Return the functions as messages name them; callables of one name are numbered."""
+        labels = list[str]()
+        for label in map(_label, self.functions):
+            several = sum(other.partition("#")[0] == label for other in labels)
+            labels.append(f"{label}#{several + 1}" if several else label)
+        return labels
 
     @cached_property
     def names(self) -> list[str]:
@@ -100,35 +85,53 @@ class RewardSet:
         names = [name if short.count(name) == 1 else label for name, label in pairs]
         return ["" if _own(self.functions[i]) else name for i, name in enumerate(names)]
 
+    def calling(self, timeout: float, concurrency: int | None) -> Calling:
+        """Return how the functions are called, with the limits of the run."""
+        return Calling(
+            extract=self.extract,
+            timeout=timeout,
+            concurrency=concurrency,
+            columns=self.columns,
+            answer_column=self.answer_column,
+        )
+
     def setting(self, index: int) -> str:
         """Return the key and value that name a function in a recipe."""
         name = "name" if _own(self.functions[index]) else "rewards"
         return f"{self.key}.{name}={self.labels[index]}"
 
-    def score(self, outcomes: Sequence[Outcome], answer: Answer) -> Score:
-        """Return the score of an answer from the outcomes of all functions."""
+    def scored(self, scores: Sequence[Score], answer: Answer) -> Scored:
+        """Return the record of an answer from the scores of all functions."""
         figures = dict[str, float]()
-        for name, outcome in zip(self.names, outcomes, strict=True):
+        for name, score in zip(self.names, scores, strict=True):
             prefix = f"{name}_" if name else ""
-            figures |= {prefix + key: value for key, value in (outcome.figures or {}).items()}
-            if name and outcome.value is not None:
-                figures[name] = outcome.value
-        said = [outcome.exact for outcome in outcomes if outcome.exact is not None]
-        exact = said[0] if said else answer.ended and (outcomes[0].value or 0.0) >= 1
-        reward, fault = self._sum(outcomes)
+            figures |= {prefix + key: value for key, value in score.figures.items()}
+            if name and score.reward is not None:
+                figures[name] = score.reward
+        reward, fault = self._sum(scores)
         if fault:
             fault += f", for the answer {_quoted(answer.text)} to {_quoted(answer.prompt)}"
-        return Score(reward=reward, exact=exact, figures=figures, fault=fault)
+        correct = self._is_correct(scores, answer)
+        return Scored(answer=answer, reward=reward, correct=correct, figures=figures, fault=fault)
 
-    def _sum(self, outcomes: Sequence[Outcome]) -> tuple[float | None, str]:
+    def _is_correct(self, scores: Sequence[Score], answer: Answer) -> bool:
+        if self.correct_by:
+            scores = [scores[self.labels.index(self.correct_by)]]
+        said = [score.correct for score in scores if score.correct is not None]
+        if said:
+            return said[0]
+        judge = next((score for score in scores if score.judges), scores[0])
+        return answer.ended and (judge.reward or 0.0) >= 1
+
+    def _sum(self, scores: Sequence[Score]) -> tuple[float | None, str]:
         """Return the weighted sum, and the first fault if there is one."""
         terms = []
-        weights = self.weights or [1.0] * len(outcomes)
-        for label, weight, outcome in zip(self.labels, weights, outcomes, strict=True):
-            if outcome.fault:
-                return None, f"{label}: {outcome.fault}"
-            if outcome.value is not None:
-                terms.append(weight * outcome.value)
+        weights = self.weights or [1.0] * len(scores)
+        for label, weight, score in zip(self.labels, weights, scores, strict=True):
+            if score.fault:
+                return None, f"{label}: {score.fault}"
+            if score.reward is not None:
+                terms.append(weight * score.reward)
         try:
             return as_reward(math.fsum(terms)) if terms else None, ""
         except ValueError as error:
@@ -139,6 +142,8 @@ def _label(source: Source) -> str:
     """Return a function as messages name it."""
     if isinstance(source, str):
         return source
+    if isinstance(source, partial):
+        return _label(source.func)
     name = getattr(source, "label" if _own(source) else "__qualname__", type(source).__name__)
     return str(name)
 
@@ -156,7 +161,8 @@ class Rewards:
     """Scores answers by reward functions, in worker processes or in this process.
 
     A failure of a function costs the answer its reward: it raises, takes longer than `timeout`,
-    ends its process, or returns no finite number. The score then says so in `Score.fault`.
+    ends its process, or returns no finite number. A failure of a batched function costs all answers
+    to one prompt their rewards. `Scored.fault` says so.
 
     Callables are sent to workers by pickle, so a worker must be able to import their module.
     `submit`, waiting and `close` belong to one thread.
@@ -166,9 +172,11 @@ class Rewards:
         timeout: Seconds that one call in a worker may take.
         workers: Number of worker processes; None: half of the CPUs, at most 8; 0: functions are
             called in this process, where only `async` functions have a timeout. In either case,
-            exact_match and number are called in this process.
+            exact_match and number are called in this process, math and the scorers of
+            reasoning-gym in workers.
         most_workers: Largest number of worker processes.
-        note: Shows a line about the faults of a step.
+        concurrency: Largest number of calls of an `async` function at a time; None: no limit.
+        note: Shows a line about the faults of a step, or what it waits for.
 
     Raises:
         RecipeError: A function that is called in this process cannot be found.
@@ -181,32 +189,35 @@ class Rewards:
         timeout: float = 30.0,
         workers: int | None = None,
         most_workers: int | None = None,
+        concurrency: int | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         self._sets = {"": sets} if isinstance(sets, RewardSet) else dict(sets)
         self._note = note or (lambda text: None)
+        self._renamed = False  # whether the line about `exact` was shown
         self._functions: dict[str, range] = {}  # numbers of each set's functions
         self._here: dict[int, RewardFunction] = {}
         apart: dict[int, tuple[str, bytes]] = {}
         for name, group in self._sets.items():
             begin = len(self._here) + len(apart)
             self._functions[name] = range(begin, begin + len(group.functions))
+            calling = group.calling(timeout, concurrency)
             for index, source in enumerate(group.functions):
-                arguments, setting = (source, group.extract, timeout), group.setting(index)
-                if workers == 0 or _needs_no_worker(source):
-                    self._here[begin + index] = _loaded(setting, *arguments)
+                setting = group.setting(index)
+                if is_linear(source) or (workers == 0 and not evaluates(source)):
+                    self._here[begin + index] = _loaded(setting, source, calling)
                 else:
-                    apart[begin + index] = setting, _packed(setting, arguments)
+                    apart[begin + index] = setting, _packed(setting, (source, calling))
         self._pool: Pool | None = None
         if apart:
             number = workers or min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
-            self._pool = Pool(apart, min(number, most_workers or number), timeout)
+            self._pool = Pool(apart, min(number, most_workers or number), timeout, concurrency)
             self._thread = ThreadPoolExecutor(1, "rewards")
             self._thread.submit(self._pool.start)
 
     def submit(
         self, answers: Sequence[Answer], *, required: bool = True
-    ) -> Callable[[], list[Score]]:
+    ) -> Callable[[], list[Scored]]:
         """Begin to score answers in the worker processes.
 
         Args:
@@ -215,50 +226,67 @@ class Rewards:
 
         Returns:
             A function that calls the functions of this process, waits for the others, and returns
-            the scores in order. It raises a ScorerError if `required` rewards are missing.
+            the records in order. It raises a ScorerError if `required` rewards are missing.
         """
-        scores = self._begin(answers)
-        return lambda: self._checked(scores(), required)
+        scored = self._begin(answers)
+        return lambda: self._checked(scored(), required)
 
-    def _begin(self, answers: Sequence[Answer]) -> Callable[[], list[Score]]:
+    def _begin(self, answers: Sequence[Answer]) -> Callable[[], list[Scored]]:
         parts = self._parts(answers)
         waiting = None
         if self._pool is not None:
             apart = [part for part in parts if part.function not in self._here]
-            waiting = self._thread.submit(self._pool.outcomes, apart)
+            waiting = self._thread.submit(self._pool.scores, apart)
 
-        def score(place: int, answer: Answer, outcomes: Outcomes) -> Score:
-            own = [outcomes[number, place] for number in self._functions[answer.set]]
-            return self._sets[answer.set].score(own, answer)
+        def scored(place: int, answer: Answer, scores: Scores) -> Scored:
+            own = [scores[number, place] for number in self._functions[answer.set]]
+            return self._sets[answer.set].scored(own, answer)
 
-        def scores() -> list[Score]:
-            outcomes: Outcomes = {}
+        def all_scored() -> list[Scored]:
+            scores: Scores = {}
             for part in parts:
                 if (function := self._here.get(part.function)) is not None:
-                    outcomes |= part.keyed(_outcomes(function, part.rows))
-            outcomes |= waiting.result() if waiting is not None else {}
-            return [score(place, answer, outcomes) for place, answer in enumerate(answers)]
+                    scores |= part.keyed(_called(function, part))
+            scores |= self._waited(waiting) if waiting is not None else {}
+            self._tell_renamed(scores)
+            return [scored(place, answer, scores) for place, answer in enumerate(answers)]
 
-        return scores
+        return all_scored
 
-    def score(self, answers: Sequence[Answer]) -> list[Score]:
+    def _waited(self, waiting: Future[Scores]) -> Scores:
+        """Wait for the workers, and say every few seconds what they are busy with."""
+        while True:
+            try:
+                return waiting.result(timeout=PATIENCE)
+            except TimeoutError:
+                if waiting.done() or self._pool is None:
+                    raise
+                self._note(f"waiting for rewards: {self._pool.state}")
+
+    def _tell_renamed(self, scores: Scores) -> None:
+        if not self._renamed and any(score.renamed for score in scores.values()):
+            self._renamed = True
+            self._note("a reward function says exact, which is called correct now; rename it")
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
         """Score answers; see `submit`."""
         return self.submit(answers)()
 
-    def check(self, answers: Sequence[Answer]) -> None:
+    def check(self, answers: Sequence[Answer]) -> list[Scored]:
         """Score answers, as a trial.
 
         Raises:
             RecipeError: A function cannot be found, or failed.
         """
         try:
-            scores = self._begin(answers)()
+            scored = self._begin(answers)()
         except ScorerError as error:
             raise RecipeError(str(error)) from error
-        for answer, score in zip(answers, scores, strict=True):
-            if score.fault:
+        for answer, item in zip(answers, scored, strict=True):
+            if item.fault:
                 key, _, _ = self._sets[answer.set].setting(0).partition("=")
-                raise RecipeError(f"{key}={score.fault}; correct it")
+                raise RecipeError(f"{key}={item.fault}; correct it")
+        return scored
 
     def _parts(self, answers: Sequence[Answer]) -> list[Part]:
         places: dict[str, list[int]] = {}
@@ -266,19 +294,23 @@ class Rewards:
             places.setdefault(answer.set, []).append(place)
         parts = []
         for name, chosen in places.items():
-            absent = dict.fromkeys(chain.from_iterable(answers[place].columns for place in chosen))
-            rows = [{**absent, **answers[place].keywords()} for place in chosen]
-            parts += [Part(function, chosen, rows) for function in self._functions[name]]
+            whole = [answers[place] for place in chosen]
+            # A worker that gets no problem need not import the tasks.
+            plain = [replace(answer, problem=None) for answer in whole]
+            for number, source in zip(
+                self._functions[name], self._sets[name].functions, strict=True
+            ):
+                parts.append(Part(number, chosen, whole if _own(source) else plain))
         return parts
 
-    def _checked(self, scores: list[Score], required: bool) -> list[Score]:
-        faults = [score.fault for score in scores if score.fault]
+    def _checked(self, scored: list[Scored], required: bool) -> list[Scored]:
+        faults = [item.fault for item in scored if item.fault]
         if faults:
             more = f" ({len(faults) - 1} more answers failed)" if len(faults) > 1 else ""
-            if required and all(score.reward is None for score in scores):
+            if required and all(item.reward is None for item in scored):
                 raise ScorerError(f"no answer has a reward: {faults[0]}{more}; correct it")
             self._note(f"no reward: {faults[0]}{more}")
-        return scores
+        return scored
 
     def close(self) -> None:
         """End the worker processes, even busy ones."""
@@ -294,18 +326,24 @@ class Rewards:
         self.close()
 
 
-def _needs_no_worker(source: Source) -> bool:
-    return getattr(source, "trusted", False) or source in IN_PROCESS
+def is_linear(source: Source) -> bool:
+    """Return whether a function of ours takes time linear in the answer and evaluates nothing."""
+    return getattr(source, "linear", False) or source in IN_PROCESS
 
 
-def _loaded(setting: str, source: Source, extract: Extract, timeout: float) -> RewardFunction:
+def evaluates(source: Source) -> bool:
+    """Return whether a function of ours parses or evaluates what the model wrote."""
+    return getattr(source, "evaluates", False) or source in PACKAGED
+
+
+def _loaded(setting: str, source: Source, calling: Calling) -> RewardFunction:
     try:
-        return RewardFunction(source, extract, timeout)
+        return RewardFunction(source, calling)
     except RecipeError as error:
         raise RecipeError(f"{setting}: {error}") from error
 
 
-def _packed(setting: str, arguments: tuple[Source, Extract, float]) -> bytes:
+def _packed(setting: str, arguments: tuple[Source, Calling]) -> bytes:
     try:
         packed = pickle.dumps(arguments)
         if b"__main__" in packed:
@@ -317,7 +355,9 @@ def _packed(setting: str, arguments: tuple[Source, Extract, float]) -> bytes:
     return packed
 
 
-def _outcomes(function: RewardFunction, rows: Sequence[Row]) -> list[Outcome]:
-    if outcomes := function.outcomes(rows, math.inf):
-        return outcomes
-    return list(chain.from_iterable(function.outcomes([row], math.inf) for row in rows))
+def _called(function: RewardFunction, part: Part) -> list[Score]:
+    """Call a function in this process; a batched call that fails is repeated for each prompt."""
+    if scores := [*function.scores(part.answers, math.inf)]:
+        return scores
+    units = (function.scores(unit.answers, math.inf) for unit in part.units(function.kind))
+    return list(chain.from_iterable(units))

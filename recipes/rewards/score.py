@@ -1,11 +1,11 @@
-"""Scores of answers, and the conversion of what reward functions return."""
+"""Records of a reward: the sampled answer, what each function says of it, and their sum."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 from recipes.errors import shown
 
@@ -13,69 +13,125 @@ LARGEST_REWARD = 3e38  # The trainer takes advantages in fp32.
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer to score.
+
+    Attributes:
+        prompt: The user's turn as text, or the messages of a chat.
+        text: The answer's text, without the end token.
+        answer: Expected answer.
+        ended: Whether the answer ended by the end token instead of being cut off.
+        columns: Further columns of the problem by name.
+        token_ids: Tokens of the answer.
+        set: Name of the problem's set, if `Rewards` has several.
+        rendered_prompt: The prompt as the chat template writes it.
+        problem: The problem (`recipes.tasks.Problem`), which scorers of tasks get.
+    """
+
+    prompt: Any
+    text: str
+    answer: Any = ""
+    ended: bool = True
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: Sequence[int] = ()
+    set: str = ""
+    rendered_prompt: str = ""
+    problem: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Score:
-    """Score of one answer.
+    """What one reward function, or the scorer of a task, says of an answer.
 
     A scorer may use Python or numpy numbers, bools, or tensors of one element.
 
     Attributes:
-        reward: Reward that training uses; None leaves the answer out of its group.
-        exact: Whether the answer counts as an exact match in the figures; never without a reward.
-        figures: Further figures of the answer by name, such as the value of each reward function.
-        fault: Why there is no reward, on one line; empty if there is one, or if none was meant.
+        reward: Its reward; None: the function does not apply to the answer, or failed.
+        correct: Whether the answer is correct; None: the function does not say.
+        figures: Further figures of the answer by name.
+        fault: What failed, on one line; empty if nothing did.
+        judges: Whether the function compares the answer with the expected answer.
+        renamed: Whether the function said `exact`, the former name of `correct`.
     """
 
-    reward: float | None
-    exact: bool = False
+    reward: float | None = None
+    correct: bool | None = None
     figures: Mapping[str, float] = field(default_factory=dict, hash=False)
     fault: str = ""
+    judges: bool = False
+    renamed: bool = False
+    exact: InitVar[Any] = None
+
+    def __post_init__(self, exact: Any) -> None:
+        if exact is not None:
+            object.__setattr__(self, "correct", exact)
+            object.__setattr__(self, "renamed", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """An answer with its reward: the one record from the sampled answer to the loss.
+
+    Attributes:
+        answer: The answer.
+        reward: Reward that training uses; None leaves the answer out of its group.
+        correct: Whether the answer counts as correct in the figures; never without a reward.
+        figures: Further figures by name, such as the value of each reward function.
+        fault: Why there is no reward, on one line; empty if there is one, or if none was meant.
+        raw_reward: Weighted sum of the functions' rewards, before any shaping.
+    """
+
+    answer: Answer
+    reward: float | None
+    correct: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict, hash=False)
+    fault: str = ""
+    raw_reward: float | None = None
 
     def __post_init__(self) -> None:
         if self.reward is None:
-            object.__setattr__(self, "exact", False)
+            object.__setattr__(self, "correct", False)
+        elif self.raw_reward is None:
+            object.__setattr__(self, "raw_reward", self.reward)
 
 
-class Outcome(NamedTuple):
-    """Result of one reward function for one answer.
-
-    Attributes:
-        value: Reward; None if the function does not apply, or failed.
-        exact: Whether the answer is an exact match; None if the function does not say.
-        figures: Further figures by name.
-        fault: What failed; empty if nothing did.
-    """
-
-    value: float | None = None
-    exact: bool | None = None
-    figures: Mapping[str, float] | None = None
-    fault: str = ""
-
-
-def outcome_of(result: Any) -> Outcome:
+def score_of(result: Any, judges: bool = False) -> Score:
     """Convert the result of a reward function: a number, a mapping, a Score, or None.
 
     Raises:
         ValueError: The result has another type, or its reward is not finite in fp32.
     """
     if result is None:
-        return Outcome()
+        return Score()
     if isinstance(result, Mapping):
-        key = "reward" if "reward" in result else "score"
-        if key not in result:
-            raise ValueError(f"a mapping without reward: {shown(repr(dict(result)), 60)}")
-        rest = {name: value for name, value in result.items() if name not in (key, "exact")}
-        return _outcome(result[key], result.get("exact"), rest)
+        return _of_mapping(dict(result), judges)
     if hasattr(result, "reward"):
-        return _outcome(result.reward, result.exact, getattr(result, "figures", {}))
-    return Outcome(as_reward(result))
+        said = {"reward": result.reward, "correct": getattr(result, "correct", None)}
+        renamed = getattr(result, "renamed", False)
+        return _checked(said, getattr(result, "figures", {}), judges, renamed)
+    return Score(reward=as_reward(result), judges=judges)
 
 
-def _outcome(reward: Any, exact: Any, figures: Mapping[str, Any]) -> Outcome:
+def _of_mapping(result: dict[Any, Any], judges: bool) -> Score:
+    key = "reward" if "reward" in result else "score"
+    if key not in result:
+        raise ValueError(f"a mapping without reward: {shown(repr(result), 60)}")
+    renamed = "exact" in result and "correct" not in result
+    correct = result.pop("exact" if renamed else "correct", None)
+    return _checked({"reward": result.pop(key), "correct": correct}, result, judges, renamed)
+
+
+def _checked(
+    said: dict[str, Any], figures: Mapping[Any, Any], judges: bool, renamed: bool
+) -> Score:
+    reward, correct = said["reward"], said["correct"]
     scalars = {str(name): _scalar(value) for name, value in figures.items()}
-    return Outcome(
-        None if reward is None else as_reward(reward),
-        None if exact is None else _as_bool(exact),
-        {name: float(value) for name, value in scalars.items() if _is_finite(value)},
+    return Score(
+        reward=None if reward is None else as_reward(reward),
+        correct=None if correct is None else _as_bool(correct),
+        figures={name: float(value) for name, value in scalars.items() if _is_finite(value)},
+        judges=judges,
+        renamed=renamed,
     )
 
 
@@ -97,7 +153,7 @@ def _as_bool(value: Any) -> bool:
     scalar = _scalar(value)
     if isinstance(scalar, int | float) and scalar in (0, 1):
         return bool(scalar)
-    raise ValueError(f"exact={shown(repr(value), 40)}, neither true nor false")
+    raise ValueError(f"correct={shown(repr(value), 40)}, neither true nor false")
 
 
 def _is_finite(scalar: Any) -> bool:

@@ -9,42 +9,112 @@ import contextlib
 import ctypes
 import os
 import pickle
+import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from recipes.errors import RecipeError, typed
 from recipes.rewards.function import RewardFunction
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SIGNALED = 128
+"""Added to the number of the signal that ended a worker, in its supervisor's exit status."""
 
 
 def main(descriptor: int, driver: int) -> None:
     """Serve the calls that the process `driver` sends to a socket, until it closes the socket.
 
-    The first message has, for each function's number, its setting in the recipe and the pickled
-    arguments of `RewardFunction`. The reply is why a function cannot be loaded, or None. A call is
-    (number, rows, seconds), and the reply is the result of `RewardFunction.outcomes`.
+    The process becomes the supervisor of a child that serves. When the child or the driver ends,
+    or on SIGTERM, it kills the child and every process that descends from it.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != driver:  # It ended before the call of prctl.
         return
-    # A process that a function starts would keep the socket open beyond the end of this process.
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+    supervisor = os.getpid()
+    if worker := os.fork():
+        os.close(descriptor)
+        os._exit(_supervise(worker))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == supervisor:
+        # A process that a function starts would keep the socket open beyond the end of this one.
+        os.set_inheritable(descriptor, False)
+        serve(Connection(descriptor))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def _supervise(worker: int) -> int:
+    """Wait for the end of the worker or a SIGTERM, and end all descendants; return the status."""
+    code = 0
+    while signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
+        if (ended := os.waitpid(worker, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(ended[1])
+            break
+    with contextlib.suppress(ChildProcessError):  # There are no more children.
+        while True:
+            for child in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            os.waitpid(-1, 0)  # The children of a child that ends become children of this process.
+    return code if code >= 0 else SIGNALED - code
+
+
+def _children() -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # The process has ended.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                yield int(folder.name)
+
+
+def serve(connection: Connection) -> None:
+    """Load the functions and call them.
+
+    The first message has, for each function's number, its setting in the recipe and the pickled
+    arguments of `RewardFunction`. The reply is why a function cannot be loaded, or kind and seconds
+    of each function. A call is (number, answers, seconds); the replies are the scores, one after
+    the other, and then None.
+    """
     sources: Mapping[int, tuple[str, bytes]] = connection.recv()
-    functions = {}
+    functions, memory = {}, {}
     for number, (setting, packed) in sources.items():
         try:
-            functions[number] = RewardFunction(*pickle.loads(packed))
+            source, calling = pickle.loads(packed)
+            functions[number] = RewardFunction(source, calling)
+            memory[number] = getattr(source, "memory", None)
         except (Exception, SystemExit) as error:
             connection.send(f"{setting}: {_rule(error)}")
             return
-    connection.send(None)
+    connection.send({number: (item.kind, item.seconds) for number, item in functions.items()})
     with contextlib.suppress(EOFError):
         while True:
-            number, rows, seconds = connection.recv()
-            connection.send(functions[number].outcomes(rows, seconds))
+            number, answers, seconds = connection.recv()
+            with _limited(memory[number]):
+                for score in functions[number].scores(answers, seconds):
+                    connection.send(score)
+            connection.send(None)
+
+
+@contextlib.contextmanager
+def _limited(memory: int | None) -> Iterator[None]:
+    """Limit the address space inside the block to its present size and `memory` bytes."""
+    if memory is None:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _rule(error: BaseException) -> str:

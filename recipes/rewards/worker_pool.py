@@ -7,28 +7,37 @@ import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from recipes.errors import ScorerError
-from recipes.rewards.function import Row, too_long
-from recipes.rewards.score import Outcome
+from recipes.rewards.function import Kind, too_long
+from recipes.rewards.score import Answer, Score
+from recipes.rewards.worker import SIGNALED
 
 SECONDS = 0.1
 """Seconds after which a worker hands back the rest of its answers."""
+PATIENCE = 1.0
+"""Seconds of one call after which other workers take the rest of its worker's answers."""
+TICK = 0.25
+"""Longest wait for a message before the deadlines are looked at."""
 LOADING = 300.0
 """Seconds that a worker may take to load the functions, unless a call may take longer."""
 STARTS = 3
 """Number of workers in a row that may end before they have loaded the functions."""
 GRACE = 1.0
 """Seconds that a process may take to end after it has closed its socket, or after a kill."""
+STALLED = 10
+"""Seconds that one read or write of a message may take, so that no worker can block the run."""
 COMMAND = "import sys; sys.path[:] = {path}; from recipes.rewards.worker import main; main({ids})"
 
 
@@ -43,61 +52,75 @@ class Part:
     Attributes:
         function: Number of the reward function.
         places: Indices of the answers in the step.
-        rows: Keywords of the answers.
+        answers: The answers.
     """
 
     function: int
     places: Sequence[int]
-    rows: Sequence[Row]
+    answers: Sequence[Answer]
 
-    def keyed(self, outcomes: Sequence[Outcome]) -> Outcomes:
-        """Return the outcomes of the first rows by function and place."""
-        return {(self.function, p): o for p, o in zip(self.places, outcomes, strict=False)}
+    def keyed(self, scores: Sequence[Score]) -> Scores:
+        """Return the scores of the first answers by function and place."""
+        return {(self.function, p): score for p, score in zip(self.places, scores, strict=False)}
 
-    def pieces(self, size: int, start: int = 0) -> Iterator[Part]:
-        """Divide the rows from `start` on into parts of at most `size` rows."""
-        for begin in range(start, len(self.rows), size):
+    def first(self, count: int) -> Part:
+        return self._between(0, count)
+
+    def after(self, count: int) -> Part:
+        return self._between(count, len(self.answers))
+
+    def units(self, kind: Kind) -> Iterator[Part]:
+        """Divide the answers into the smallest parts that a function of this kind is called for."""
+        return self.in_groups(len(self.answers)) if kind == "groups" else self.pieces(1)
+
+    def pieces(self, size: int) -> Iterator[Part]:
+        """Divide the answers into parts of at most `size`."""
+        for begin in range(0, len(self.answers), size):
             yield self._between(begin, begin + size)
 
     def in_groups(self, number: int) -> Iterator[Part]:
-        """Divide the rows into about `number` parts; rows of one prompt stay together."""
-        size, begin = -(-len(self.rows) // number), 0
-        while begin < len(self.rows):
+        """Divide the answers into about `number` parts; those to one prompt stay together."""
+        answers, size, begin = self.answers, -(-len(self.answers) // max(1, number)), 0
+        while begin < len(answers):
             end = begin + size
-            while end < len(self.rows) and self.rows[end]["prompt"] == self.rows[end - 1]["prompt"]:
+            while end < len(answers) and answers[end].prompt == answers[end - 1].prompt:
                 end += 1
             yield self._between(begin, end)
             begin = end
 
     def _between(self, begin: int, end: int) -> Part:
-        return Part(self.function, self.places[begin:end], self.rows[begin:end])
+        return Part(self.function, self.places[begin:end], self.answers[begin:end])
 
 
-Outcomes = dict[tuple[int, int], Outcome]
-"""Outcomes by number of the function and index of the answer."""
+Scores = dict[tuple[int, int], Score]
+"""Scores by number of the function and index of the answer."""
 Sources = Mapping[int, tuple[str, bytes]]
-"""Reward functions by number, as `worker.main` takes them."""
+"""Reward functions by number, as `worker.serve` takes them."""
 
 
 class Worker:
     """A worker process, which leads a process group, and the call that it is busy with.
 
-    Ctrl-C in a terminal does not reach the group. The kernel kills the process when the thread that
-    started it ends.
+    Ctrl-C in a terminal does not reach the group. All of it ends with the thread that started it.
 
     Args:
         functions: The functions to load.
         seconds: Seconds that loading may take.
 
     Attributes:
-        connection: Readable when the functions are loaded, a call has ended, or the process has.
-        loaded: Whether the functions are loaded.
+        connection: Readable when the functions are loaded, a score is there, or the process ends.
+        kinds: Kind of each function and seconds of a call; empty until they are loaded.
         part: The call; None: it loads, or is idle.
+        kind: Kind of the function that is called.
+        scores: The scores of the first answers of the call.
+        since: When the last answer of the call began.
         deadline: When the loading or the call has taken too long.
     """
 
     def __init__(self, functions: Sources, seconds: float) -> None:
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
         with theirs:
             ids = f"{theirs.fileno()}, {os.getpid()}"
             command = [sys.executable, "-u", "-c", COMMAND.format(path=sys.path, ids=ids)]
@@ -106,44 +129,72 @@ class Worker:
             )
         self._socket = ours
         self.connection = Connection(os.dup(ours.fileno()))
-        self.loaded = False
+        self.kinds: dict[int, tuple[Kind, float]] = {}
         self._hung_up = False
         self.part: Part | None = None
-        self.deadline = time.monotonic() + seconds
-        with contextlib.suppress(OSError):  # It has ended, which is noticed later.
-            self.connection.send(functions)
+        self.kind: Kind = "each"
+        self.scores: list[Score] = []
+        self.since = time.monotonic()
+        self.deadline = self.since + seconds
+        self._send(functions)
 
     @property
     def idle(self) -> bool:
         """Return whether it waits for a call and has not ended."""
-        return self.loaded and self.part is None and not self.connection.poll()
+        return bool(self.kinds) and self.part is None and not self.connection.poll()
 
-    def call(self, part: Part, timeout: float) -> None:
-        self.part, self.deadline = part, time.monotonic() + timeout + SECONDS
-        with contextlib.suppress(OSError):  # It has ended, which is noticed later.
-            self.connection.send((part.function, part.rows, SECONDS))
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that the present call has taken for its last answer; 0 without one."""
+        return time.monotonic() - self.since if self.part else 0.0
 
-    def receive(self) -> list[Outcome] | None:
-        """Return the results of the call, nothing if it has loaded, None if it has ended.
+    def call(self, part: Part, kind: Kind, seconds: float) -> None:
+        """Begin a call that may take so many seconds."""
+        self.part, self.kind, self.scores, self.since = part, kind, [], time.monotonic()
+        self.deadline = self.since + seconds + SECONDS
+        self._send((part.function, part.answers, SECONDS))
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # It has ended or does not read, noticed later.
+            self.connection.send(message)
+
+    def receive(self) -> bool | None:
+        """Take one message; return whether the call or the loading has ended, None at its death.
 
         Raises:
             ScorerError: The process cannot load a function.
         """
-        self.part, self.deadline = None, math.inf
         try:
-            results = self.connection.recv()
+            message = self.connection.recv()
         except (EOFError, OSError):
             self._hung_up = True
             return None
-        if isinstance(results, str):
-            raise ScorerError(results)
-        self.loaded = True
-        return results or []
+        if isinstance(message, str):
+            raise ScorerError(message)
+        if isinstance(message, Score):
+            self.scores.append(message)
+            now = time.monotonic()
+            self.deadline += now - self.since
+            self.since = now
+            return False
+        self.kinds, self.deadline = message or self.kinds, math.inf
+        return True
+
+    def reclaim(self) -> Part | None:
+        """Return the answers behind the current one, which this call will not reach any more."""
+        part, count = self.part, len(self.scores) + 1
+        if part is None or self.kind != "each" or len(part.answers) <= count:
+            return None
+        self.part = part.first(count)
+        return part.after(count)
 
     def kill(self) -> str:
         """End the process and all processes that it started; return how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE if self._hung_up else 0)
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):  # Processes that left the group may hold the other end.
@@ -152,78 +203,174 @@ class Worker:
             code = self._process.wait(GRACE)
         except subprocess.TimeoutExpired:  # In an uninterruptible system call.
             return "SIGKILL"
-        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        number = -code if code < 0 else code - SIGNALED
+        known = number in signal.valid_signals()
+        return signal.Signals(number).name if known else f"exit status {code}"
 
 
 class Pool:
     """Worker processes that call reward functions.
 
-    A call that takes longer than `timeout`, or ends its process, costs one answer its outcome: a
-    call for several answers is repeated for each of them alone.
+    A call that takes longer than its limit, or ends its process, costs the answer its score, or the
+    answers of one prompt if the function is batched: a call for several of these is repeated for
+    each. A call that takes far longer than all before is presumed to hang: further processes take
+    its place until it ends, so calls that hang do not wait for each other. After as many time-outs
+    in a row as there may be processes, the function is not called any more in the step.
 
     One thread uses a pool, except for `close`. The processes end with that thread.
+
+    Attributes:
+        state: What the workers are busy with, for a line.
     """
 
-    def __init__(self, functions: Sources, size: int, timeout: float) -> None:
+    def __init__(
+        self, functions: Sources, size: int, timeout: float, concurrency: int | None = None
+    ) -> None:
         self.size = size
+        self.state = ""
+        self._most = max(16, 4 * size)
         self._functions = functions
         self._timeout = timeout
+        self._concurrency = concurrency
         self._loading = max(LOADING, timeout)
         self._workers: list[Worker] = []
         self._lost = 0  # workers in a row that ended before they had loaded the functions
+        self._kinds: dict[int, tuple[Kind, float]] = {}
+        self._longest: dict[int, float] = {}  # seconds of each function's longest call so far
+        self._late = Counter[int]()  # time-outs in a row, by function
+        self._waiting = deque[Part]()
         self._closing = threading.Lock()
         self._closed = False
 
     def start(self) -> None:
         """Start the processes that are missing; they load the functions."""
+        more = min(2 * sum(map(self._hangs, self._workers)), len(self._waiting))
         with self._closing:
             if self._closed:
                 raise PoolClosed
-            while len(self._workers) < self.size:
+            while len(self._workers) < min(self.size + more, self._most):
                 self._workers.append(Worker(self._functions, self._loading))
 
-    def outcomes(self, calls: Sequence[Part]) -> Outcomes:
-        """Call each part's function for its rows; return the outcomes.
+    def scores(self, calls: Sequence[Part]) -> Scores:
+        """Call each part's function for its answers; return the scores.
 
         Raises:
             ScorerError: Workers cannot load the functions.
         """
         for worker in [worker for worker in self._workers if worker.part]:
             self._remove(worker)  # An earlier call of this method raised.
-        waiting = deque(chain.from_iterable(part.in_groups(self.size) for part in calls))
-        outcomes: Outcomes = {}
-        while len(outcomes) < sum(len(part.rows) for part in calls):
-            for part, results in self._settle(waiting):
-                outcomes |= part.keyed(results)
-                waiting += part.pieces(max(1, len(results)), start=len(results))
-        return outcomes
+        self._late.clear()
+        self._waiting.clear()
+        while calls and not self._kinds:
+            list(self._settled())
+        self._waiting.extend(chain.from_iterable(map(self._shared, calls)))
+        scores: Scores = {}
+        while len(scores) < sum(len(part.answers) for part in calls):
+            for part, results in self._settled():
+                scores |= part.keyed(results)
+        for worker in [worker for worker in self._workers if worker.idle][self.size :]:
+            self._remove(worker)
+        return scores
 
-    def _settle(self, waiting: deque[Part]) -> Iterator[tuple[Part, list[Outcome]]]:
-        """Dispatch parts, wait for a worker, and yield the parts whose calls ended with results.
+    def _shared(self, part: Part) -> Iterator[Part]:
+        """Divide a part among the workers; one worker gets all calls that share a limit."""
+        limited = self._concurrency and self._kinds[part.function][0] == "together"
+        return part.in_groups(1 if limited else self.size)
 
-        The results belong to the first rows; there are none if each row must be called alone.
+    def _settled(self) -> Iterator[tuple[Part, list[Score]]]:
+        """Dispatch parts, wait for workers, and yield parts with the scores of their first answers.
+
+        The other answers of a part wait again.
         """
         self.start()
+        yield from self._given_up()
         for worker in self._workers:
-            if waiting and worker.idle:
-                worker.call(waiting.popleft(), self._timeout)
+            if self._waiting and worker.idle:
+                self._dispatch(worker, self._waiting.popleft())
         limit = min(worker.deadline for worker in self._workers) - time.monotonic()
         connections = [worker.connection for worker in self._workers]
-        readable = wait(connections, None if limit == math.inf else max(0.0, limit))
+        readable = wait(connections, max(0.0, min(limit, TICK)))
         for worker in self._workers[:]:
-            part, ready = worker.part, worker.connection in readable
-            if not ready and worker.deadline > time.monotonic():
-                continue
-            results = worker.receive() if ready else None
-            if results is None:
-                how = self._remove(worker)
-                if not (ready or part):
-                    rule = f"task.rewards: take longer than {self._loading:g} s to load"
-                    raise ScorerError(f"{rule}; correct them, or set task.timeout higher")
-                fault = f"ended its process: {how}" if ready else too_long(self._timeout)
-                results = [Outcome(fault=fault)] if part and len(part.rows) == 1 else []
-            if part is not None:
-                yield part, results
+            if worker.connection in readable:
+                yield from self._received(worker)
+            elif worker.deadline <= time.monotonic():
+                yield from self._ended(worker, late=True)
+            elif worker.seconds > PATIENCE and (rest := worker.reclaim()):
+                self._waiting += rest.pieces(1)
+        self._describe()
+
+    def _dispatch(self, worker: Worker, part: Part) -> None:
+        kind, seconds = self._kinds[part.function]
+        turns = 1 if kind != "together" else -(-len(part.answers) // (self._concurrency or 10**9))
+        worker.call(part, kind, seconds * turns)
+
+    def _received(self, worker: Worker) -> Iterator[tuple[Part, list[Score]]]:
+        part, seconds = worker.part, worker.seconds
+        ended = worker.receive()
+        if ended is None:
+            yield from self._ended(worker, late=False)
+        elif part is None:
+            self._kinds = worker.kinds
+        else:
+            self._late[part.function] = 0
+            self._longest[part.function] = max(seconds, self._longest.get(part.function, 0.0))
+            if ended:
+                yield from self._finished(worker, part)
+
+    def _ended(self, worker: Worker, late: bool) -> Iterator[tuple[Part, list[Score]]]:
+        """Replace a worker that is late or has ended; its call costs an answer its score."""
+        how, part = self._remove(worker), worker.part
+        if part is None:
+            if late:
+                rule = f"task.rewards: take longer than {self._loading:g} s to load"
+                raise ScorerError(f"{rule}; correct them, or set task.timeout higher")
+            return
+        fault = Score(fault=too_long(self._timeout) if late else f"ended its process: {how}")
+        units, done = [*part.units(worker.kind)], list[Score]()
+        if worker.kind == "each":
+            done = [*worker.scores, fault]
+        elif len(units) == 1:
+            done = [fault] * len(part.answers)
+        self._late[part.function] += late and bool(done)  # Else the call is repeated in parts.
+        yield part, done
+        self._waiting += part.after(len(done)).units(worker.kind)
+
+    def _finished(self, worker: Worker, part: Part) -> Iterator[tuple[Part, list[Score]]]:
+        """Take the scores of a call that has ended."""
+        worker.part, done = None, worker.scores
+        yield part, done
+        rest = part.after(len(done))
+        if worker.kind == "each":
+            self._waiting += rest.pieces(max(1, len(done)))
+        else:
+            self._waiting += rest.units(worker.kind)
+
+    def _given_up(self) -> Iterator[tuple[Part, list[Score]]]:
+        """Yield the waiting parts of functions that only time out, with the fault."""
+        for part in [part for part in self._waiting if self._late[part.function] >= self._most]:
+            self._waiting.remove(part)
+            rule = f"was not called: {self._most} calls in a row {too_long(self._timeout)}"
+            yield part, [Score(fault=rule)] * len(part.answers)
+
+    def _hangs(self, worker: Worker) -> bool:
+        """Return whether a call takes so long that another worker should take its place."""
+        if worker.part is None or worker.kind != "each":
+            return False
+        longest = self._longest.get(worker.part.function, math.inf)
+        return worker.seconds > min(max(PATIENCE, 10 * longest), self._timeout / 2)
+
+    def _describe(self) -> None:
+        busy: dict[int, list[float]] = {}
+        for worker in self._workers:
+            if worker.part:
+                busy.setdefault(worker.part.function, []).append(worker.seconds)
+        texts = [
+            f"{len(seconds)} calls of {self._functions[number][0]}, the longest for"
+            f" {max(seconds):.0f} of {self._timeout:g} s"
+            for number, seconds in busy.items()
+        ]
+        behind = sum(len(part.answers) for part in self._waiting)
+        self.state = f"{', '.join(texts) or 'workers that load functions'}; {behind} answers wait"
 
     def _remove(self, worker: Worker) -> str:
         """Kill a worker, which `start` replaces; return how it ended."""
@@ -232,7 +379,7 @@ class Pool:
                 raise PoolClosed
             self._workers.remove(worker)
             how = worker.kill()
-        self._lost = 0 if worker.loaded else self._lost + 1
+        self._lost = 0 if worker.kinds else self._lost + 1
         if self._lost == STARTS:
             self._lost = 0
             rule = f"worker processes end while they load the functions: {how}"

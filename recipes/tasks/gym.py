@@ -4,9 +4,10 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
-from recipes.config.sections import ProblemSection
+from recipes.config.sections import Extract, ProblemSection
 from recipes.errors import RecipeError, one_line, shown
 from recipes.rewards.extract import extract
 from recipes.tasks.draws import draw_reproducibly
@@ -37,16 +38,50 @@ def reasoning_gym(section: ProblemSection, place: str) -> Task:
     except Exception as error:  # A parameter of a wrong type fails only here.
         raise _refused(section, place, error) from error
 
-    def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Return the generator's score of the extracted answer; 0 if the answer was cut off."""
-        answer = extract(section.extract, text) if ended else None
-        entry = {"question": problem.prompt, "answer": problem.answer, **problem.columns}
-        reward = 0.0 if answer is None else float(dataset.score_answer(answer, entry))
-        return Score(reward=reward, exact=reward == 1.0)
-
+    score = GeneratorScorer(name, options, section.extract)
     distinct = {entry["question"]: _problem(entry) for entry in drawn}
     sides = split([*distinct.values()], section.held_out_fraction, SAME.get(name, str))
     return Task(name=name, **sides, score=score)
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratorScorer:
+    """The scorer of a generator, which may evaluate the answer, so workers call it.
+
+    Args:
+        name: Name of the generator.
+        options: Its parameters.
+        extract: Part of an answer that it scores.
+    """
+
+    name: str
+    options: dict[str, Any]
+    extract: Extract
+    evaluates = True
+    memory = 2**31
+
+    def __call__(self, problem: Problem, text: str, ended: bool) -> Score:
+        """Return the generator's score of the extracted answer; 0 if the answer was cut off."""
+        answer = extract(self.extract, text) if ended else None
+        entry = {"question": problem.prompt, "answer": problem.answer, **problem.columns}
+        reward = 0.0 if answer is None else float(self._dataset.score_answer(answer, entry))
+        return Score(reward=reward, correct=reward == 1.0)
+
+    @cached_property
+    def _dataset(self) -> Any:
+        from reasoning_gym.factory import create_dataset
+
+        return create_dataset(self.name, **self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (self.name, self.options, self.extract)
+
+
+def _loaded(name: str, options: dict[str, Any], extract: Extract) -> GeneratorScorer:
+    """Return a scorer that has built its generator, which no call should pay for."""
+    scorer = GeneratorScorer(name, options, extract)
+    _ = scorer._dataset
+    return scorer
 
 
 def _problem(entry: dict[str, Any]) -> Problem:

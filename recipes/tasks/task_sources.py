@@ -68,7 +68,7 @@ def make_task(section: ProblemSection, key: str = "task") -> Task:
         name=section.set_name,
         weight=section.weight,
         source=f"{key}.{source}",
-        rewards=reward_set(section, task.score, source_of, key),
+        rewards=reward_set(section, task, source_of, key),
     )
 
 

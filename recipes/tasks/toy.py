@@ -31,9 +31,9 @@ def toy(section: ProblemSection, place: str) -> Task:
     def score(problem: Problem, text: str, ended: bool) -> Score:
         """Score 1 for the answer alone, and partial credit if at least the first word is right."""
         words = text.split()
-        exact = ended and words == [problem.answer]
+        correct = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
-        return Score(reward=1.0 if exact else partial_credit * near, exact=exact)
+        return Score(reward=1.0 if correct else partial_credit * near, correct=correct)
 
     sides = split(problems, section.held_out_fraction)
     return Task(name="toy", **sides, score=score, words=tuple(TOY_WORDS))

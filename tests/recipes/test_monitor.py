@@ -177,18 +177,18 @@ def test_step_and_evaluation_are_described_in_one_line_each() -> None:
     models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     signal = {"reward_std": 0.25, "groups_without_signal": 7}
-    assert "reward 0.300 ± 0.250 | 7 groups without signal | exact" in describe({**ROW, **signal})
+    assert "reward 0.300 ± 0.250 | 7 groups without signal | correct" in describe({**ROW, **signal})
     failed = describe({**ROW, "reward": None, "faults": 3})
-    assert failed.startswith("reward - | 3 faults of rewards | exact 0.150 |")
+    assert failed.startswith("reward - | 3 faults of rewards | correct 0.150 |")
     line = describe({**ROW, "hidden_seconds": 0.5})
-    assert line.startswith("reward 0.300 | exact 0.150 | mismatch 1.0e-06 mean 1.0e-05 max |")
+    assert line.startswith("reward 0.300 | correct 0.150 | mismatch 1.0e-06 mean 1.0e-05 max |")
     assert line.endswith("400 tok/s | 1.0 s | switch 0.140 s and 0.500 s overlapped")
     rejected = describe({**ROW, "answers_rejected": 0.125})
     assert "| mismatch 1.0e-06 mean 1.0e-05 max | 12% rejected |" in rejected
     bypassed = {key: value for key, value in ROW.items() if "mismatch" not in key}
-    assert describe(bypassed).startswith("reward 0.300 | exact 0.150 | length")
-    evaluated = eval_row(2, 0.5, exact_match_hard=0.125, length=2.5, **{"pass@4": 0.75})
-    shares = "exact_match 0.500, exact_match_hard 0.125, pass@4 0.750"
+    assert describe(bypassed).startswith("reward 0.300 | correct 0.150 | length")
+    evaluated = eval_row(2, 0.5, correct_hard=0.125, length=2.5, **{"pass@4": 0.75})
+    shares = "correct 0.500, correct_hard 0.125, pass@4 0.750"
     assert describe(evaluated) == f"{shares} on 16 held-out problems after 2 updates"
 
 

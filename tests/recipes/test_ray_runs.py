@@ -49,7 +49,7 @@ def assert_same(row: Row, alone: Row) -> None:
     if row["kind"] == "eval":
         assert row == alone
         return
-    same = ("kind", "step", "reward", "exact_match", "response_length", "tokens", "cut_off")
+    same = ("kind", "step", "reward", "correct", "response_length", "tokens", "cut_off")
     assert {key: row[key] for key in same} == {key: alone[key] for key in same}
     # Means over some 80 tokens in fp32 of values up to 8: in the worst order, sums of up to 640
     # round by 6e-5 and means by 1e-6. Gradients of 1e4 summands round by 1e-4 of their norm of

@@ -18,13 +18,15 @@ from recipes.cli import main
 from recipes.logs.monitor import Monitor, View
 from recipes.logs.recorded_samples import FAULTY, read_samples, records_of
 from recipes.logs.run_folder import RunFolder, whole_rows
-from recipes.tasks import Problem, Score
+from recipes.rewards import Scored
+from recipes.tasks import Problem
 from tests.helpers.recipes.run_folders import eval_row, train_row
+from tests.helpers.recipes.scored_answers import scored
 
 TRAIN, EVAL = {"kind": "train", "step": 3}, {"kind": "eval", "step": 3}
 
 
-def answers(*sets: str, size: int = 2, faulty: tuple[int, ...] = ()) -> tuple[Any, list[Score]]:
+def answers(*sets: str, size: int = 2, faulty: tuple[int, ...] = ()) -> tuple[Any, list[Scored]]:
     """Return groups of `size` answers, one of each named set, and their scores."""
     problems = [Problem(prompt=f"problem {n}", answer=str(n)) for n in range(len(sets))]
     places = [n for n in range(len(sets)) for _ in range(size)]
@@ -36,9 +38,9 @@ def answers(*sets: str, size: int = 2, faulty: tuple[int, ...] = ()) -> tuple[An
         response_ids=[[7] * (k + 1) for k in range(len(places))],
     )
     scores = [
-        Score(reward=None, fault="raised KeyError: 'x' (mine.py:3)")
+        scored(reward=None, fault="raised KeyError: 'x' (mine.py:3)")
         if place in faulty
-        else Score(reward=place / 10, exact=place == 1, figures={"length": -0.5})
+        else scored(reward=place / 10, correct=place == 1, figures={"length": -0.5})
         for place in range(len(places))
     ]
     return samples, scores
@@ -50,7 +52,7 @@ def test_record_has_the_whole_answer_and_its_score() -> None:
     assert first["fault"].startswith("raised KeyError") and first["reward"] is None
     assert second == {
         "kind": "eval", "step": 3, "version": 4, "set": "sums", "group": 0, "prompt": "problem 0",
-        "answer": "0", "completion": "answer 1", "reward": 0.1, "exact": True,
+        "answer": "0", "completion": "answer 1", "reward": 0.1, "correct": True,
         "figures": {"length": -0.5}, "fault": "", "finish_reason": "length", "tokens": 2,
     }  # fmt: skip
     (trained,) = records_of([(samples, scores)], TRAIN, 1)

@@ -86,9 +86,9 @@ def test_page_has_pictures_and_tables_and_no_external_links(
         ["generate_sequences", "0.5", "50.0%"], ["update_actor", "0.24", "24.0%"],
     ]  # fmt: skip
     assert page.rows["Evaluations"] == [
-        ["updates", "exact match", "problems"], ["0", "0.125", "16"], ["6", "0.75", "16"],
+        ["updates", "correct", "problems"], ["0", "0.125", "16"], ["6", "0.75", "16"],
     ]  # fmt: skip
-    names = ["step", "reward", "exact match", "mismatch mean", "mismatch max"]
+    names = ["step", "reward", "correct", "mismatch mean", "mismatch max"]
     assert page.rows["Every step"][0][:5] == names
     assert page.rows["Every step"][6][:4] == ["6", "0.6", "0.3", "1e-06"]
     assert {"date", "GPUs", "torch"} <= {row[0] for row in page.rows["Where it ran"][1:]}
@@ -100,7 +100,7 @@ def test_key_figures_follow_from_the_rows(run: Path) -> None:
     record = Run(rows=whole_rows(run / "metrics.jsonl"))
     figures = key_figures(record)
     assert figures["reward, first and last step"] == "0.100 → 0.600"
-    assert figures["held-out exact match"] == "12 % → 75 %"
+    assert figures["held-out, correct"] == "12 % → 75 %"
     assert figures["switch, median"] == "0.140 s, 14.0% of the step"
     assert figures["overlapped moves, median"] == "0.250 s"
     assert figures["tokens per second, median"] == "400"
@@ -122,7 +122,7 @@ def test_page_shows_answers_of_the_newest_step_and_evaluation_as_text(tmp_path: 
     folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
     hostile = "<script>alert(1)</script>" + "long " * 500
     sample = {"set": "sums", "prompt": "1 + 1", "answer": "2", "completion": hostile}
-    sample |= {"reward": None, "exact": False, "finish_reason": "length", "tokens": 7}
+    sample |= {"reward": None, "correct": False, "finish_reason": "length", "tokens": 7}
     for row in (eval_row(0, 0.0), train_row(1), train_row(2), eval_row(2, 0.5)):
         place = {"kind": row["kind"], "step": row["step"]}
         folder.add_row(row, [{**sample, **place, "tokens": row["step"]}])
@@ -245,7 +245,7 @@ DRAWN = Run(
     rows=[
         eval_row(0, 0.25),
         *(train_row(step, kl_to_reference=0.01) for step in (1, 2, 3)),
-        eval_row(3, 0.5, exact_match_hard=0.125),
+        eval_row(3, 0.5, correct_hard=0.125),
     ],
     spans=[
         Span("wake_kv_cache", 10.0, 10.1),
@@ -269,8 +269,8 @@ def test_reward_picture_has_a_curve_for_each_evaluation_and_mismatch() -> None:
     figure = draw_reward(DRAWN)
     above, below = figure.axes
     held_out = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
-    assert held_out["exact_match, held-out problems"] == [[0, 0.25], [3, 0.5]]
-    assert held_out["exact_match_hard, held-out problems"] == [[3, 0.125]]
+    assert held_out["correct, held-out problems"] == [[0, 0.25], [3, 0.5]]
+    assert held_out["correct_hard, held-out problems"] == [[3, 0.125]]
     labels = ["mismatch, mean", "mismatch, largest", "KL from the reference"]
     assert texts(figure)[1] == labels and below.get_ylabel() == "nats per token"
     for axes in figure.axes:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 from recipes.cli import main
 from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError, ScorerError
-from recipes.rewards import Answer, Rewards, RewardSet, Score
+from recipes.rewards import Answer, Rewards, RewardSet, Score, Scored
+from recipes.rewards.packaged import math
 from recipes.tasks import make_tasks
 from recipes.tasks.scoring import open_rewards, to_answer
 from tests.helpers.dying_actors import wait_gone
@@ -48,7 +48,7 @@ def of(*functions: Any, **arguments: Any) -> RewardSet:
     return RewardSet(functions=named, **arguments)
 
 
-def values(scores: list[Score]) -> list[float | None]:
+def values(scores: list[Scored]) -> list[float | None]:
     return [score.reward for score in scores]
 
 
@@ -66,11 +66,10 @@ def test_function_of_every_convention_is_called_with_the_keywords_it_accepts(wor
     assert values(scores) == [1.0, 0.0] * len(CONVENTIONS) + [0.5, 0.0]
     assert not any(score.fault for score in scores)
     by_name = dict(zip(sets, scores[::2], strict=True))
-    assert by_name["mapping"] == Score(
-        reward=1.0, exact=True, figures={"mapping": 1.0, "mapping_length": 1.0}
-    )
-    assert by_name["scored"] == Score(reward=1.0, exact=True, figures={"scored": 1.0})
-    assert by_name["instance"].exact is False
+    mapped, given = by_name["mapping"], by_name["scored"]
+    assert mapped.figures == {"mapping": 1.0, "mapping_length": 1.0} and mapped.correct
+    assert given.figures == {"scored": 1.0} and given.correct
+    assert by_name["instance"].correct is False
 
 
 @pytest.mark.parametrize(
@@ -78,8 +77,10 @@ def test_function_of_every_convention_is_called_with_the_keywords_it_accepts(wor
     [
         *((value, (0.5, False)) for value in (0.5, torch.tensor(0.5), torch.ones(1) / 2)),
         *((value, (1.0, True)) for value in (1, True, torch.ones(1, 1))),
-        (Score(reward=2.0), (2.0, False)),
-        (Score(reward=None, exact=True), (None, False)),
+        (Score(reward=2.0), (2.0, True)),
+        (Score(reward=2.0, exact=False), (2.0, False)),
+        (Score(reward=None, correct=True), (None, False)),
+        ({"reward": 0.5, "correct": 1}, (0.5, True)),
         (None, (None, False)),
     ],
 )
@@ -87,9 +88,10 @@ def test_result_may_be_a_number_of_any_kind_or_a_score_or_none(reward: Any, expe
     with Rewards(RewardSet(functions=[lambda **_: reward]), workers=0) as rewards:
         (score,) = rewards.score([Answer(prompt="p", text="t")])
         (cut_off,) = rewards.score([Answer(prompt="p", text="t", ended=False)])
-    assert (score.reward, score.exact, score.fault) == (*expected, "")
-    assert type(score.reward) in (float, type(None)) and type(score.exact) is bool
-    assert cut_off.exact is (isinstance(reward, Score) and reward.exact)
+    assert (score.reward, score.correct, score.fault) == (*expected, "")
+    assert type(score.reward) in (float, type(None)) and type(score.correct) is bool
+    says = getattr(reward, "correct", None) is True or isinstance(reward, dict)
+    assert cut_off.correct is (says and expected[1])
 
 
 def test_rewards_are_weighted_and_functions_that_do_not_apply_are_left_out() -> None:
@@ -98,14 +100,15 @@ def test_rewards_are_weighted_and_functions_that_do_not_apply_are_left_out() -> 
         Answer(prompt="p", text="abc", columns={"kind": "long"}),
         Answer(prompt="p", text="ab"),
     ]
-    sets = {"both": of("some", "kept", "nothing", weights=[2.0, 10.0, 5.0]), "none": of("nothing")}
+    some = of("some", "kept", "nothing", weights=[2.0, 10.0, 5.0], columns=("kind",))
+    sets = {"both": some, "none": of("nothing")}
     with Rewards(sets, workers=0) as rewards:
         first, second = rewards.score([Answer(**{**vars(a), "set": "both"}) for a in asked])
         (third,) = rewards.score([Answer(prompt="p", text="t", set="none")])
     assert first.figures == {"some": 4.0, "kept": 0.03}
-    assert first.reward == pytest.approx(8.3) and first.exact
-    assert (second.figures, second.reward, second.exact) == ({"kept": 0.02}, 0.2, False)
-    assert third == Score(reward=None)
+    assert first.reward == pytest.approx(8.3) and first.correct
+    assert (second.figures, second.reward, second.correct) == ({"kept": 0.02}, 0.2, False)
+    assert (third.reward, third.correct, third.fault) == (None, False, "")
 
 
 def test_chat_reaches_a_batched_function_as_trl_passes_it() -> None:
@@ -182,7 +185,7 @@ def test_callable_that_a_worker_cannot_get_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def faulty() -> dict[str, list[Score]]:
+def faulty() -> dict[str, list[Scored]]:
     """Score the same answers by every function in one step, and return the scores by function."""
     with Rewards({name: of(name) for name in FAULTS}, timeout=1, workers=2) as rewards:
         asked = [Answer(**{**vars(answer), "set": name}) for name in FAULTS for answer in NUMBERED]
@@ -193,16 +196,19 @@ def faulty() -> dict[str, list[Score]]:
 
 @pytest.mark.parametrize("function", FAULTS)
 def test_misbehaving_answer_costs_only_its_own_score(
-    faulty: dict[str, list[Score]], function: str
+    faulty: dict[str, list[Scored]], function: str
 ) -> None:
+    """Check that a batched function loses the whole group of the answer: its eight answers."""
     scores = [*faulty[function]]
-    wrong = scores.pop(5)
-    assert values(scores) == [1.0] * 63 and not any(score.fault for score in scores)
-    assert wrong.reward is None and "\n" not in wrong.fault
+    lost = slice(0, 8) if function in LOSE_GROUPS else slice(5, 6)
+    wrong, others = scores[5], [*scores[: lost.start], *scores[lost.stop :]]
+    assert values(others) == [1.0] * len(others) and not any(score.fault for score in others)
+    assert {score.reward for score in scores[lost]} == {None} and "\n" not in wrong.fault
     about = ", for the answer 'x' to 'prompt 0'"
     assert re.fullmatch(f"{MODULE}:{function}: {FAULTS[function]}.*{about}", wrong.fault)
 
 
+LOSE_GROUPS = ("short_batch", "batch_raises", "batch_hangs")
 IN_PROCESS = sorted(name for name, fault in FAULTS.items() if not re.match(r"took|ended", fault))
 
 
@@ -210,8 +216,9 @@ IN_PROCESS = sorted(name for name, fault in FAULTS.items() if not re.match(r"too
 def test_misbehaving_answer_costs_only_its_own_score_in_process(function: str) -> None:
     with Rewards(of(function), workers=0, timeout=1) as rewards:
         scores = rewards.score(NUMBERED)
-    assert re.search(FAULTS[function], scores.pop(5).fault)
-    assert values(scores) == [1.0] * 63
+    assert re.search(FAULTS[function], scores[5].fault)
+    lost = 8 if function in LOSE_GROUPS else 1
+    assert values(scores).count(1.0) == 64 - lost and values(scores).count(None) == lost
 
 
 def test_interrupt_in_process_is_no_fault() -> None:
@@ -369,22 +376,24 @@ def test_packaged_function_compares_the_extracted_answer(
     )
     with Rewards(RewardSet(functions=[function], extract=extract), workers=0) as rewards:
         scores = rewards.score([ended, cut_off])
-    assert [(score.reward, score.exact) for score in scores] == [(right, bool(right)), (0, False)]
+    assert [(score.reward, score.correct) for score in scores] == [(right, bool(right)), (0, False)]
 
 
-def test_math_needs_its_package_and_an_expected_answer_and_no_main_thread(
+def test_math_runs_in_a_worker_and_needs_its_package_and_an_expected_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Check that workers=0 does not bring what a model wrote into this process."""
     pytest.importorskip("math_verify")
-    rewards = Rewards(RewardSet(functions=["math"]), workers=0)
-    with ThreadPoolExecutor(1) as thread:
+    before = psutil.Process().children()
+    with Rewards(RewardSet(functions=["math"]), workers=0) as rewards:
         asked = [Answer(prompt="p", text="7", answer=text) for text in ("7", "")]
-        right, empty = thread.submit(rewards.score, asked).result()
+        right, empty = rewards.score(asked)
+        assert len(psutil.Process().children()) > len(before)
     assert right.reward == 1.0
     assert "math: raised ValueError: the expected answer '' is no mathematics, " in empty.fault
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(RecipeError, match="run: pip install 'memsaver\\[rewards\\]'"):
-        rewards.check(asked)
+    with pytest.raises(ModuleNotFoundError, match="run: pip install 'memsaver\\[rewards\\]'"):
+        math("7", "7", True)
 
 
 OWN = """
@@ -443,7 +452,7 @@ def test_scorer_of_custom_task_is_called_in_a_worker(own_module: Path) -> None:
         scores = rewards.score(asked)
     assert values(scores) == [1.0, None, 0.0]
     assert scores[1].fault.startswith("own_rewards:judged: returned a reward of nan, not fini")
-    assert [score.exact for score in scores] == [True, False, False]
+    assert [score.correct for score in scores] == [True, False, False]
 
 
 def test_packaged_task_starts_no_worker() -> None:

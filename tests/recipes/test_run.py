@@ -72,7 +72,7 @@ def test_run_learns_the_task_and_held_out_problems(tiny: Path) -> None:
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
     evaluations = rows(tiny, "eval")
     assert [row["step"] for row in evaluations] == [0, 10, 18]
-    assert evaluations[0]["exact_match"] < 0.2 and evaluations[-1]["exact_match"] > 0.5
+    assert evaluations[0]["correct"] < 0.2 and evaluations[-1]["correct"] > 0.5
 
 
 def test_overlapped_moves_and_shrinking_pool_change_no_token(
@@ -141,7 +141,7 @@ def test_run_folder_is_complete(tiny: Path) -> None:
     assert has_pictures(tiny)
     assert (tiny / "checkpoints" / "latest").read_text().strip() == "step_18"
     evaluations = rows(tiny, "eval")
-    best = max(evaluations, key=lambda row: row["exact_match"])  # the first of equal ones
+    best = max(evaluations, key=lambda row: row["correct"])  # the first of equal ones
     assert (tiny / "checkpoints" / "best").read_text().strip() == f"step_{best['step']}"
     kept = {path.name for path in (tiny / "checkpoints").glob("step_*")}
     assert kept == {"step_18", f"step_{best['step']}"}

@@ -16,7 +16,6 @@ import pytest
 
 from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError
-from recipes.rewards.extract import extract_number
 from recipes.setup.model_files import decode, toy_tokenizer
 from recipes.setup.prompts import PromptFormat
 from recipes.tasks import Problem, Task, is_held_out, make_task, make_tasks
@@ -241,26 +240,6 @@ def test_set_is_named_by_label_or_source(section: ProblemSection, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("7", "7"),
-        ("The final answer is 5 - 9 = -4.", "-4"),
-        ("= \u22124", "-4"),
-        ("9-4", "4"),
-        ("9 - 4", "4"),
-        ("9 -4", "4"),
-        ("(-4)", "-4"),
-        ("1,000, I think", "1,000"),
-        ("3.5.", "3.5"),
-        ("It is 12", "12"),
-        ("no idea", None),
-    ],
-)
-def test_last_number_is_read_with_its_sign(text: str, number: int) -> None:
-    assert extract_number(text) == number
-
-
-@pytest.mark.parametrize(
     ("text", "ended", "exact"),
     [
         ("-4", True, True),
@@ -278,13 +257,13 @@ def test_chain_sum_scores_the_last_number_of_ended_answers(
     score = chain_sum.score(
         Problem(prompt="5 - 9", answer="-4", columns={"metadata": {}}), text, ended
     )
-    assert (score.exact, score.reward) == (exact, float(exact))
+    assert (score.correct, score.reward) == (exact, float(exact))
 
 
-def test_toy_partial_credit_is_no_exact_match(toy: Task) -> None:
+def test_toy_partial_credit_is_not_correct(toy: Task) -> None:
     def scored(text: str, ended: bool = True) -> tuple[bool, float]:
         score = toy.score(Problem(prompt="first of b e", answer="b"), text, ended)
-        return score.exact, score.reward
+        return score.correct, score.reward
 
     assert scored("b") == (True, 1.0)
     assert scored("b", ended=False) == scored("b c") == (False, 0.5)
@@ -301,7 +280,7 @@ def test_ids_beyond_the_tokenizer_read_as_unknown_and_score_nothing(toy: Task) -
     )
     assert texts == ["b <unk>", " ".join(["<unk>"] * 512), "b", ""]
     problem = Problem(prompt="first of b e", answer="b")
-    assert [toy.score(problem, text, True).exact for text in texts] == [False, False, True, False]
+    assert [toy.score(problem, text, True).correct for text in texts] == [False, False, True, False]
     assert toy.score(problem, texts[1], False).reward == 0
 
 
@@ -323,7 +302,7 @@ from recipes.tasks import Problem, Score, Task, split
 def echo(section):
     count = section.parameters["count"]
     problems = [Problem(prompt=f"say {n}", answer=str(n)) for n in range(count)]
-    score = lambda problem, text, ended: Score(reward=1.0, exact=text == problem.answer)
+    score = lambda problem, text, ended: Score(reward=1.0, correct=text == problem.answer)
     return Task(name="echo", **split(problems, section.held_out_fraction), score=score)
 
 def nothing(section):
@@ -370,7 +349,7 @@ def test_custom_task_is_imported_from_the_working_directory(own_module: None) ->
         f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)
     }
     assert len(task.problems()) == 40
-    assert task.score(task.train[0], task.train[0].answer, True).exact
+    assert task.score(task.train[0], task.train[0].answer, True).correct
     fraction = (
         "task.held_out_fraction=0.9999: leaves no problem for training of echo; set task.held"
     )

@@ -40,7 +40,7 @@ from tests.helpers.recipes.tiny_runs import SMALL, rows, without_pictures
 ROWS = [eval_row(0, 0.0), train_row(1), train_row(2), eval_row(2, 0.5), train_row(3)]
 SAMPLE = {
     "kind": "eval", "step": 0, "set": "toy", "prompt": "first of a b", "answer": "a",
-    "completion": "b | <script>\nb", "reward": 0.0, "exact": False, "finish_reason": "stop",
+    "completion": "b | <script>\nb", "reward": 0.0, "correct": False, "finish_reason": "stop",
     "tokens": 2,
 }  # fmt: skip
 
@@ -146,9 +146,9 @@ def test_figures_are_all_numbers_of_a_row_by_path() -> None:
     row = train_row(3, sync={"seconds": 0.5}, reward=None, note="x", peaks={"a": {"b[0]": 7}})
     figures = figures_of(row)
     assert figures["stages/update_actor"] == 0.24 and figures["sync/seconds"] == 0.5
-    assert figures["peaks/a/b[0]"] == 7.0 and figures["exact_match"] == pytest.approx(0.15)
+    assert figures["peaks/a/b[0]"] == 7.0 and figures["correct"] == pytest.approx(0.15)
     assert not {"step", "kind", "reward", "note"} & set(figures)
-    assert figures_of(eval_row(2, 0.5)) == {"eval/exact_match": 0.5, "eval/problems": 16.0}
+    assert figures_of(eval_row(2, 0.5)) == {"eval/correct": 0.5, "eval/problems": 16.0}
 
 
 def test_markdown_of_samples_keeps_its_cells_and_starts_no_tag() -> None:
@@ -176,7 +176,7 @@ def test_tensorboard_reads_back_every_figure_once_over_two_sessions(tmp_path: Pa
     assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward")] == [
         (1, 0.1), (2, 0.2), (3, 0.3),
     ]  # fmt: skip
-    assert [e.step for e in events.Scalars("eval/exact_match")] == [0, 2]
+    assert [e.step for e in events.Scalars("eval/correct")] == [0, 2]
     assert [e.step for e in events.Scalars("stages/update_actor")] == [1, 2, 3]
     tables = events.Tensors("samples/eval/text_summary")
     assert [e.step for e in tables] == [0, 2]
@@ -246,13 +246,13 @@ def test_wandb_gets_rows_of_two_sessions_under_one_run(
         return [record.WhichOneof("record_type") for record in records()]
 
     until(lambda: kinds().count("exit") == 2)
-    steps: dict[str, list[str]] = {"reward": [], "eval/exact_match": [], "samples/eval": []}
+    steps: dict[str, list[str]] = {"reward": [], "eval/correct": [], "samples/eval": []}
     for record in records():
         items = {[*item.nested_key, item.key][0]: item for item in record.history.item}
         for name in steps.keys() & items.keys():
             steps[name].append(items["step"].value_json)
     assert steps == {
-        "reward": ["1", "2", "3"], "eval/exact_match": ["0", "2"], "samples/eval": ["0", "2"],
+        "reward": ["1", "2", "3"], "eval/correct": ["0", "2"], "samples/eval": ["0", "2"],
     }  # fmt: skip
     runs = [record.run for record in records() if record.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("mine", tmp_path.name)}
@@ -279,7 +279,7 @@ def test_mlflow_gets_rows_of_two_sessions_under_one_run(
     def steps(name: str) -> list[int]:
         return [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
 
-    assert steps("reward") == [1, 2, 3] and steps("eval/exact_match") == [0, 2]
+    assert steps("reward") == [1, 2, 3] and steps("eval/correct") == [0, 2]
     assert steps("peaks/sync/trainer_0_") == [1]
     assert run.info.status == "FINISHED" and run.info.run_name == tmp_path.name
     assert run.data.params == {"model.shape": "None", "steps": "3", "words": "['a', 'b']"}
@@ -395,7 +395,7 @@ def test_prometheus_serves_the_newest_figures_of_a_run(tmp_path: Path) -> None:
             make = Trackers([f"prometheus:{port}"])
             make.start(tmp_path, {})
     assert gauges["memsaver_run_figure", "reward"] == pytest.approx(0.3)
-    assert gauges["memsaver_run_figure", "eval/exact_match"] == 0.5
+    assert gauges["memsaver_run_figure", "eval/correct"] == 0.5
     assert gauges["memsaver_run_stage_seconds", "update_actor"] == 0.24
     assert gauges["memsaver_run_tag_bytes", "train", "params"] == 24.0
     with pytest.raises(OSError):
@@ -556,7 +556,7 @@ class Dying(Tracker):
                 time.sleep(0.01)  # A kill between a delivery and its record would repeat the row.
             os.kill(os.getpid(), signal.SIGKILL)
         with self.file.open("a") as file:
-            file.write(f"{'eval' if 'eval/exact_match' in figures else 'train'} {step}\n")
+            file.write(f"{'eval' if 'eval/correct' in figures else 'train'} {step}\n")
 
 
 def train_until_killed(pipe: Connection, folder: Path) -> None:
@@ -588,7 +588,7 @@ def test_killed_run_resumes_with_every_step_once_in_all_records(
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == train
-    assert [event.step for event in events.Scalars("eval/exact_match")] == evals
+    assert [event.step for event in events.Scalars("eval/correct")] == evals
     assert [event.step for event in events.Tensors("samples/train/text_summary")] == train
     text = json.dumps(whole_rows(folder / "trackers.jsonl"))
     assert '"run_id": "mine"' in text

@@ -155,7 +155,7 @@ returns_huge = _misbehaving(lambda: 10**400)
 returns_text = _misbehaving(lambda: "1.0")
 returns_two = _misbehaving(lambda: np.ones(2))
 returns_no_reward = _misbehaving(lambda: {"length": 3})
-returns_half_exact = _misbehaving(lambda: {"reward": 1.0, "exact": 0.5})
+returns_half_correct = _misbehaving(lambda: {"reward": 1.0, "correct": 0.5})
 sends_what_nobody_can_load = _misbehaving(lambda: {"reward": 1.0, "exact": lambda: None})
 
 
@@ -166,6 +166,12 @@ def short_batch(completions: Sequence[str], number: Sequence[int]) -> list[float
 def batch_raises(completions: Sequence[str], number: Sequence[int]) -> list[float]:
     if 5 in number:
         raise KeyError("five")
+    return [1.0] * len(completions)
+
+
+def batch_hangs(completions: Sequence[str], number: Sequence[int]) -> list[float]:
+    if 5 in number:
+        time.sleep(1000)
     return [1.0] * len(completions)
 
 
@@ -203,9 +209,10 @@ FAULTS = {
     "returns_text": r"returned a reward of type str: '1.0'",
     "returns_two": r"returned a reward of type ndarray: ",
     "returns_no_reward": r"returned a mapping without reward: {'length': 3}",
-    "returns_half_exact": r"returned exact=0.5, neither true nor false",
-    "sends_what_nobody_can_load": r"returned exact=<function .*, neither true nor false",
-    "short_batch": r"returned 0 rewards for 1 answers",
+    "returns_half_correct": r"returned correct=0.5, neither true nor false",
+    "sends_what_nobody_can_load": r"returned correct=<function .*, neither true nor false",
+    "short_batch": r"returned 7 rewards for 8 answers",
+    "batch_hangs": r"took longer than 1 s",
     "batch_raises": r"raised KeyError: 'five' \(.*reward_functions.py:\d+\)",
     "batch_has_nan": r"returned a reward of nan",
     "awaited_hangs": r"took longer than 1 s",

@@ -32,7 +32,7 @@ def train_row(step, **more):
         "kind": "train",
         "step": step,
         "reward": 0.1 * step,
-        "exact_match": 0.05 * step,
+        "correct": 0.05 * step,
         "mismatch_mean": 1e-6,
         "mismatch_max": 1e-5,
         "loss": 0.25,
@@ -45,8 +45,8 @@ def train_row(step, **more):
     }
 
 
-def eval_row(step, exact_match, **more):
-    return {"kind": "eval", "step": step, "exact_match": exact_match, "problems": 16, **more}
+def eval_row(step, correct, **more):
+    return {"kind": "eval", "step": step, "correct": correct, "problems": 16, **more}
 
 
 def add_step(folder, step, **more):

@@ -30,12 +30,14 @@ from recipes.loops.evaluation import (
     powers_of_two,
     standing,
 )
+from recipes.rewards import Scored
 from recipes.run import continue_run, start_run
 from recipes.setup.model_files import toy_tokenizer
 from recipes.setup.pool import demanded_tokens, request_tokens
-from recipes.tasks import Problem, Score, Task, Tasks
+from recipes.tasks import Problem, Task, Tasks
 from rollout import Completion, SamplingParams
 from tests.helpers.recipes.fake_sides import fake_runs
+from tests.helpers.recipes.scored_answers import scored
 from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, rows, same_rows
 
 END = 3  # of the toy tokenizer
@@ -98,14 +100,14 @@ class FakeRewards:
     def __init__(self, refused: str = "") -> None:
         self._refused = refused
 
-    def submit(self, answers: Sequence[Any]) -> Callable[[], list[Score]]:
+    def submit(self, answers: Sequence[Any]) -> Callable[[], list[Scored]]:
         return lambda: [self._score(answer.text, answer.ended) for answer in answers]
 
-    def _score(self, text: str, ended: bool) -> Score:
+    def _score(self, text: str, ended: bool) -> Scored:
         if text[0] in self._refused:
-            return Score(reward=None, exact=True, fault="refused" if text[0] == "c" else "")
+            return scored(reward=None, correct=True, fault="refused" if text[0] == "c" else "")
         reward = len(text.split()) / 2
-        return Score(reward=reward, exact=ended and text == "a", figures={"words": 2 * reward})
+        return scored(reward=reward, correct=ended and text == "a", figures={"words": 2 * reward})
 
 
 def judge(setup: Any, refused: str = "") -> tuple[Evaluation, list[list[SamplingParams]]]:
@@ -158,7 +160,7 @@ def test_figures_of_sampled_evaluation_equal_their_definitions() -> None:
         scored = [i for i in mine if samples.texts[i][0] not in "bc"]
         groups = [exact[start : start + 6] for start in range(0, 6 * size, 6)]
         expected = {
-            "exact_match": sum(exact) / len(exact),
+            "correct": sum(exact) / len(exact),
             "avg@6": sum(exact) / len(exact),
             "reward": sum(len(samples.texts[i].split()) / 2 for i in scored) / len(scored),
             "length": sum(len(samples.response_ids[i]) for i in mine) / len(mine),
@@ -191,11 +193,11 @@ def test_evaluations_repeat_their_seeds_which_differ_by_problem_set_and_recipe()
 
 def test_answers_without_any_reward_leave_the_mean_out() -> None:
     row = judge(make_setup(), refused=LETTERS)[0].row
-    assert "reward" not in row and row["unscored"] == 9 and row["exact_match"] == 0
+    assert "reward" not in row and row["unscored"] == 9 and row["correct"] == 0
 
 
 def test_first_set_with_problems_has_the_plain_names() -> None:
-    setup = make_setup("eval.best=exact_match_test", own=0)
+    setup = make_setup("eval.best=correct_test", own=0)
     row = judge(setup)[0].row
     assert row["problems"] == 2 and row["problems_test"] == 30 and "problems_more" not in row
     check_best(setup)
@@ -217,10 +219,10 @@ def test_contradicting_keys_are_refused_in_one_line(words: list[str], fault: str
 
 def test_unknown_best_figure_is_refused_with_the_figures_that_exist() -> None:
     several = ["eval.samples=2", "eval.temperature=1.0"]
-    for name in ("length", "pass@3", "exact_match_own"):
+    for name in ("length", "pass@3", "correct_own"):
         with pytest.raises(RecipeError) as refused:
             check_best(make_setup(f"eval.best={name}", *several))
-        one_set = ["exact_match", "reward", "avg@2", "pass@1", "pass@2"]
+        one_set = ["correct", "reward", "avg@2", "pass@1", "pass@2"]
         names = [f"{figure}{end}" for end in ("", "_more", "_test") for figure in one_set]
         assert str(refused.value).endswith(f"set one of {', '.join(names)}")
     for name in ("pass@2_test", "reward_more", "null"):
@@ -262,9 +264,7 @@ def quality(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> Iterator[dict
     def judged(rollout: Any, setup: Any, rewards: Any) -> Evaluation:
         evaluation = evaluate(rollout, setup, rewards)
         updates = rollout.weights_version - 1
-        return dataclasses.replace(
-            evaluation, row={**evaluation.row, "exact_match": values[updates]}
-        )
+        return dataclasses.replace(evaluation, row={**evaluation.row, "correct": values[updates]})
 
     monkeypatch.setattr("recipes.loops.loop.evaluate", judged)
     yield values
@@ -302,7 +302,7 @@ def test_best_checkpoint_has_the_weights_that_were_judged_and_stays(
         assert tensors(folder / "checkpoints" / name) == tensors(every / "checkpoints" / name) != {}
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
-        "best: exact_match 0.600 after 2 updates (checkpoints/step_2)",
+        "best: correct 0.600 after 2 updates (checkpoints/step_2)",
         f"done: {folder}; the model: {folder}/exports/step_5",
     ]
     # A resumed run restores the best.
@@ -341,7 +341,7 @@ def test_initial_weights_and_runs_without_checkpoints_keep_no_best(
     start_run("tiny", [*SMALL, "steps=3", word], tmp_path)
     assert RunFolder(tmp_path).best_checkpoint() is None
     found = "0.500 before the first update" if word.endswith("5") else "0.400 after 3 updates"
-    assert capsys.readouterr().out.splitlines()[-2] == f"best: exact_match {found}"
+    assert capsys.readouterr().out.splitlines()[-2] == f"best: correct {found}"
 
 
 @pytest.mark.usefixtures("fakes")
@@ -352,10 +352,10 @@ def test_run_ends_early_after_evaluations_without_improvement_and_can_go_on(
     words = [*SMALL, "steps=10", "checkpoint.every=5"]
     early, straight = tmp_path / "early", tmp_path / "straight"
     assert main(["run", "tiny", *words, "eval.patience=2", "--run-dir", str(early)]) == 0
-    ending = "6 updates: 2 evaluations without a better exact_match (eval.patience=2)"
+    ending = "6 updates: 2 evaluations without a better correct (eval.patience=2)"
     out = capsys.readouterr().out.splitlines()
     assert out[-2:] == [
-        "best: exact_match 0.600 after 2 updates (checkpoints/step_2)",
+        "best: correct 0.600 after 2 updates (checkpoints/step_2)",
         f"ended early after {ending}: {early}; the model: {early}/exports/step_6",
     ]
     assert [row["step"] for row in rows(early, "train")] == [1, 2, 3, 4, 5, 6]

@@ -19,9 +19,11 @@ from recipes.errors import RunError
 from recipes.loops.figures import answer_figures
 from recipes.loops.numbers import deviation
 from recipes.loops.sampling import Samples
+from recipes.rewards import Scored
 from recipes.rewards.rewards import Rewards
 from recipes.run import start_run
-from recipes.tasks import Problem, Score, Task
+from recipes.tasks import Problem, Task
+from tests.helpers.recipes.scored_answers import scored
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
 from trainer_bridge.learning import PerToken, by_answer, flat, log_ratios, reference_figures
@@ -65,7 +67,7 @@ def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
     assert reference_figures(policy, None) == {}
 
 
-def step_of(scores: Sequence[Score], tasks: Sequence[Task]) -> dict[str, Any]:
+def step_of(scores: Sequence[Scored], tasks: Sequence[Task]) -> dict[str, Any]:
     """Return the row of answers of 1, 2, ... tokens, of which the last one is cut off."""
     count = len(scores)
     logprobs = [[-1.0] * (n + 1) for n in range(count)]
@@ -83,16 +85,16 @@ def step_of(scores: Sequence[Score], tasks: Sequence[Task]) -> dict[str, Any]:
 
 def test_row_has_rewards_lengths_and_answers_without_reward() -> None:
     scores = [
-        Score(reward=1.0, exact=True, figures={"right": 1.0, "short": 0.5}),
-        Score(reward=0.0, figures={"right": 0.0}),
-        Score(reward=None, fault="right: raised KeyError: 'x' (rewards.py:3)"),
-        Score(reward=None),
+        scored(reward=1.0, correct=True, figures={"right": 1.0, "short": 0.5}),
+        scored(reward=0.0, figures={"right": 0.0}),
+        scored(reward=None, fault="right: raised KeyError: 'x' (rewards.py:3)"),
+        scored(reward=None),
     ]
     row = step_of(scores, [A])
     assert row == {
         "reward": 0.5,
         "reward_std": pytest.approx(math.sqrt(0.5)),
-        "exact_match": 0.25,
+        "correct": 0.25,
         "unscored": 2,
         "faults": 1,
         "response_length": 2.5,
@@ -111,23 +113,23 @@ def test_row_has_rewards_lengths_and_answers_without_reward() -> None:
 
 def test_row_has_figures_of_each_set_if_there_are_several() -> None:
     rewards = [1.0, None, 0.0, None, 1.0]
-    row = step_of([Score(reward=reward, exact=reward == 1) for reward in rewards], [A, B])
+    row = step_of([scored(reward=reward, correct=reward == 1) for reward in rewards], [A, B])
     assert row["sets"] == {
         "a": {
             "answers": 3,
             "reward": pytest.approx(2 / 3),
             "reward_std": pytest.approx(math.sqrt(1 / 3)),
-            "exact_match": pytest.approx(2 / 3),
+            "correct": pytest.approx(2 / 3),
         },
-        "b": {"answers": 2, "exact_match": 0.0},
+        "b": {"answers": 2, "correct": 0.0},
     }
-    assert "sets" not in step_of([Score(reward=0.0)], [A])
+    assert "sets" not in step_of([scored(reward=0.0)], [A])
 
 
-Judge = Callable[[int], Score]
+Judge = Callable[[int], Scored]
 
 
-def submitting(judge: Judge) -> Callable[..., Callable[[], list[Score]]]:
+def submitting(judge: Judge) -> Callable[..., Callable[[], list[Scored]]]:
     """Return a `Rewards.submit` whose scores depend on the number of the answer only."""
     return lambda rewards, answers, **_: lambda: [judge(number) for number in range(len(answers))]
 
@@ -154,7 +156,7 @@ def test_answers_without_reward_are_left_out_of_every_update(
     """Score 9 of 32 answers: the second prompt has one, the first and the third have four each."""
     kept, batches = [0, 1, 2, 3, 5, 8, 9, 10, 11], list[SequenceBatch]()
     judge = submitting(
-        lambda number: Score(
+        lambda number: scored(
             reward=number / 10 if number in kept else None, fault="x" * (number > 30)
         )
     )
@@ -190,7 +192,7 @@ def test_answers_without_reward_are_left_out_of_every_update(
 def test_step_without_any_reward_ends_the_run_with_one_line(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
-    monkeypatch.setattr(Rewards, "submit", submitting(lambda number: Score(reward=None)))
+    monkeypatch.setattr(Rewards, "submit", submitting(lambda number: scored(reward=None)))
     small = SMALL if recipe == "tiny" else SMALL_PPO
     message = "compute_reward failed: none of the step's 32 answers got a reward: .*; start again"
     with pytest.raises(RunError, match=message):

@@ -20,12 +20,13 @@ from recipes.errors import ScorerError
 from recipes.logs.report_page import write_report
 from recipes.loops.rounds import sample_groups
 from recipes.loops.sampling import Samples
-from recipes.rewards import Answer
+from recipes.rewards import Answer, Scored
 from recipes.rewards.rewards import Rewards
 from recipes.run import continue_run, start_run
-from recipes.tasks import Problem, Score, Task
+from recipes.tasks import Problem, Task
 from recipes.tasks.schedule import pick_problems
 from recipes.tasks.task_sources import make_tasks
+from tests.helpers.recipes.scored_answers import scored
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows, same_rows
 
 SET = Task(name="a", train=(), held_out=(), score=lambda *_: 0.0)
@@ -67,7 +68,7 @@ class FakeLoop:
         self.asked.append((places, last))
         numbers = list(chain.from_iterable([place] * SIZE for place in places))
         group = [answer for place in places for answer in self._drawn[place]]
-        scores = [Score(reward=reward) for reward, _ in group]
+        scores = [scored(reward=reward) for reward, _ in group]
         samples = Samples(
             tasks=[SET] * len(numbers),
             problems=[Problem(prompt=str(number)) for number in numbers],
@@ -125,14 +126,14 @@ def test_step_whose_generations_have_no_reward_fails() -> None:
 # ---------------------------------------------------------------- whole runs
 
 
-def by_prompt(quiet: set[str]) -> Callable[..., Callable[[], list[Score]]]:
+def by_prompt(quiet: set[str]) -> Callable[..., Callable[[], list[Scored]]]:
     """Return a `Rewards.submit` by the answer's text; answers to `quiet` prompts get 0."""
 
     def reward(answer: Answer) -> float:
         return 0.0 if answer.prompt in quiet else hash_text(answer.text) % 997 / 997
 
-    def submit(rewards: Any, answers: Sequence[Answer], **_: Any) -> Callable[[], list[Score]]:
-        return lambda: [Score(reward=reward(answer)) for answer in answers]
+    def submit(rewards: Any, answers: Sequence[Answer], **_: Any) -> Callable[[], list[Scored]]:
+        return lambda: [scored(reward=reward(answer)) for answer in answers]
 
     return submit
 
@@ -177,8 +178,8 @@ def test_length_penalty_lowers_rewards_of_training_but_not_of_evaluations(
 ) -> None:
     """Give every answer the reward 1, so that only lengths make a difference."""
 
-    def submit(rewards: Any, answers: Sequence[Answer], **_: Any) -> Callable[[], list[Score]]:
-        return lambda: [Score(reward=1.0, figures={"mine": 1.0})] * len(answers)
+    def submit(rewards: Any, answers: Sequence[Answer], **_: Any) -> Callable[[], list[Scored]]:
+        return lambda: [scored(reward=1.0, figures={"mine": 1.0})] * len(answers)
 
     monkeypatch.setattr(Rewards, "submit", submit)
     small = SMALL if recipe == "tiny" else SMALL_PPO
@@ -193,9 +194,23 @@ def test_length_penalty_lowers_rewards_of_training_but_not_of_evaluations(
     assert len(samples) == 32 and 0 < len({*deductions}) <= 3
     assert [sample["reward"] for sample in samples] == [1 - cost for cost in deductions]
     assert row["rewards"]["mine"]["mean"] == 1
-    assert row["rewards"]["length_penalty"]["mean"] == pytest.approx(sum(deductions) / 32)
+    assert row["rewards"]["sampling.length_penalty"]["mean"] == pytest.approx(sum(deductions) / 32)
     assert row["reward"] == pytest.approx(1 - sum(deductions) / 32)
     assert all(row["reward"] == 1 for row in rows(tmp_path / "run", "eval"))
     if recipe == "tiny":
-        by_group = [{*deductions[start : start + 4]} for start in range(0, 32, 4)]
-        assert row["groups_without_signal"] == sum(len(group) == 1 for group in by_group) < 8
+        assert row["groups_without_signal"] == 8, "lengths are no signal"
+
+
+def test_ten_steps_without_signal_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_pictures: None
+) -> None:
+    words = [*SMALL, "steps=11", "checkpoint.every=0", "checkpoint.export_every=null"]
+    words += ["task.parameters.partial_credit=0.9", "eval.every=0"]
+    (tmp_path / "same.py").write_text("def same(completion):\n    return 0.5\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        words += ["task.rewards=[same:same]", "task.workers=0"]
+        start_run("tiny", words, tmp_path / "run")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "the same reward" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("step 10: for 10 steps, all answers to a prompt have had the same")

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.config.sections import SamplingSection
-from recipes.loops.sampling import Samples, sampling_seed, scored, with_length_penalty
-from recipes.tasks import Problem, Score, Task
+from recipes.loops.sampling import Samples, rewarded, sampling_seed, with_length_penalty
+from recipes.tasks import Problem, Task
 from recipes.tasks.schedule import pick_problems
+from tests.helpers.recipes.scored_answers import scored
 
 
 def sets(*sizes: int) -> list[Task]:
@@ -69,8 +70,8 @@ def test_sampling_seeds_differ_and_fit_63_bits() -> None:
 
 
 def test_answers_with_a_reward_are_scored() -> None:
-    scores = [Score(reward=reward) for reward in (None, 0.0, 1.0, None, -1.0)]
-    assert scored(scores) == [1, 2, 4]
+    scores = [scored(reward=reward) for reward in (None, 0.0, 1.0, None, -1.0)]
+    assert rewarded(scores) == [1, 2, 4]
 
 
 def answers(lengths: list[int]) -> Samples:
@@ -99,7 +100,7 @@ def test_length_penalty_is_the_soft_overlong_punishment_of_dapo(
     most, window = sizes
     section = SamplingSection(max_tokens=most, length_penalty=largest, length_penalty_tokens=window)
     lengths = list(range(most + 1))
-    raw = [Score(reward=reward, exact=True, figures={"right": 1.0})] * len(lengths)
+    raw = [scored(reward=reward, correct=True, figures={"right": 1.0})] * len(lengths)
     shaped = with_length_penalty(answers(lengths), raw, section)
     for length, score in zip(lengths, shaped, strict=True):
         if reward is None:
@@ -108,17 +109,17 @@ def test_length_penalty_is_the_soft_overlong_punishment_of_dapo(
         expected = (
             Fraction(0) if length <= most - window else Fraction(most - window - length, window)
         )
-        deduction = score.figures["length_penalty"]
+        deduction = score.figures["sampling.length_penalty"]
         # Two roundings, of the product and of the quotient.
         assert deduction == pytest.approx(-float(expected) * largest, rel=2**-51)
         assert score.reward == reward - deduction
-        assert score.exact and score.figures["right"] == 1.0
+        assert score.correct and score.figures["right"] == 1.0
     if reward is not None:
-        assert shaped[-1].figures["length_penalty"] == pytest.approx(largest, rel=2**-51)
+        assert shaped[-1].figures["sampling.length_penalty"] == pytest.approx(largest, rel=2**-51)
 
 
 def test_length_penalty_is_off_by_default_and_takes_a_fifth_of_the_tokens() -> None:
-    scores = [Score(reward=1.0)]
+    scores = [scored(reward=1.0)]
     assert with_length_penalty(answers([512]), scores, SamplingSection()) == scores
     assert SamplingSection(max_tokens=20480).penalized_tokens == 4096
     assert SamplingSection(max_tokens=1).penalized_tokens == 1
