@@ -99,6 +99,14 @@ def test_overrides_apply_in_order_and_keep_other_keys() -> None:
             frozen.max_tokens = 5
 
 
+def test_figure_of_before_is_read_under_its_present_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert recipes.load("tiny", ["eval.best=exact_match_sums"]).eval.best == "correct_sums"
+    line = "memsaver: eval.best=exact_match_sums: is called correct_sums now and read so\n"
+    assert capsys.readouterr().err == line
+
+
 def test_model_path_replaces_a_random_model() -> None:
     assert recipes.load("qwen2.5-0.5b", ["model.path=x"]).model.path == "x"
     random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b"])

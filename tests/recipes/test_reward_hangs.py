@@ -79,7 +79,7 @@ def test_hung_answers_cost_one_time_out_and_no_other_answer() -> None:
 def test_function_that_only_hangs_is_given_up_in_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Hang in all of 200 answers, which take 100 s with 2 workers, and check the lines meanwhile."""
+    """Hang in all of 200 answers, which take 100 s with 2 workers, and check the lines."""
     monkeypatch.setattr("recipes.rewards.rewards.PATIENCE", 0.5)
     notes = list[str]()
     group = RewardSet(functions=["hanging:hang"])

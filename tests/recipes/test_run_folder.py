@@ -19,7 +19,7 @@ import recipes
 from memsaver import Event
 from recipes.logs import run_folder
 from recipes.logs.monitor import Monitor, ProgressView
-from recipes.logs.run_folder import RunFolder, Span, at_work, new_folder, whole_rows
+from recipes.logs.run_folder import RunFolder, Span, at_work, json_lines, new_folder, whole_rows
 from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.run_folders import eval_row, train_row
@@ -314,3 +314,24 @@ def test_environment_is_recorded_and_kept_over_a_resume(
         "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05"
     ]
     assert json.loads((folder.path / "environment-until-step-0-1.json").read_text()) == environment
+
+
+def test_rows_of_before_are_read_under_present_names_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keep the values of a reward function that is itself named exact_match."""
+    old = {
+        "exact_match": 0.5, "exact_match_b": 0.25, "sets": {"b": {"exact_match": 1.0}},
+        "rewards": {"exact_match": {"mean": 0.1}}, "unequal_tokens": 0,
+    }  # fmt: skip
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json_lines([old, old]))
+    row = {
+        "correct": 0.5, "correct_b": 0.25, "sets": {"b": {"correct": 1.0}},
+        "rewards": old["rewards"], "unequal_tokens": 0,
+    }  # fmt: skip
+    assert whole_rows(file) == [row, row]
+    line = f"memsaver: {file}: what its rows call exact is read as correct\n"
+    assert capsys.readouterr().err == line
+    file.write_text(json_lines([{"exact": True, "figures": {"exact": 1.0}}]))
+    assert whole_rows(file) == [{"correct": True, "figures": {"exact": 1.0}}]

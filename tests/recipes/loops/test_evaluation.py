@@ -237,11 +237,14 @@ def test_pool_has_room_for_all_answers_of_an_evaluation() -> None:
     assert demanded_tokens(recipe, 5) == 2 * 20 * 3 * request_tokens(recipe, 5)
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=12))
+@given(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=12), st.data())
 def test_standing_names_the_first_best_evaluation_and_counts_those_after_it(
-    values: list[int | None],
+    values: list[int | None], data: st.DataObject
 ) -> None:
-    """Compare with a fold over the evaluations, in which only a strictly better one is taken."""
+    """Compare with a fold over the evaluations, in which only a strictly better one is taken.
+
+    Evaluations with failures of any set are put between, and change nothing.
+    """
     best, since = None, 0
     for step, value in enumerate(values):
         if value is not None and (best is None or value > best[1]):
@@ -253,6 +256,9 @@ def test_standing_names_the_first_best_evaluation_and_counts_those_after_it(
         for step, value in enumerate(values)
     ]
     expected = best and (*best, since)
+    for place in data.draw(st.lists(st.integers(0, len(values)), max_size=3)):
+        failed = {"step": 99, "x": 9, "faults": 0, "faults_b": 1}
+        evaluations.insert(place, failed)
     assert standing(evaluations, "x") == expected and standing(evaluations, None) is None
 
 
