@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +23,7 @@ from recipes.rewards.score import Answer, Score, score_of
 
 if TYPE_CHECKING:
     from recipes.config.sections import Extract
+    from recipes.rewards.rewards import RewardSet
 
 Kind = Literal["each", "together", "groups"]
 """How a function is called: for each answer, for all and awaited, or for whole groups (batched)."""
@@ -42,32 +42,18 @@ PREFIX = "column_"
 """Begins the argument for a column whose name an argument has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calling:
-    """How the functions of one set of problems are called.
-
-    Attributes:
-        extract: Part of an answer that the packaged functions score.
-        timeout: Seconds that one call may take.
-        concurrency: Largest number of calls of an `async` function at a time; None: no limit.
-        columns: Columns of the data set; an answer without one has None there.
-        answer_column: Column of the expected answer; None: there is none, and the argument `answer`
-            is the column of that name.
-    """
-
-    extract: Extract = "text"
-    timeout: float = 30.0
-    concurrency: int | None = None
-    columns: tuple[str, ...] = ()
-    answer_column: str | None = "answer"
-
-
 class RewardFunction:
     """A reward function, called by its own convention.
 
     A function with a parameter `completions` is batched: keywords are lists, and the result is a
     list. Any other function is called for each answer. Both may be `async`, and then calls are
     awaited together, each for at most `timeout` seconds. Each call gets copies of its arguments.
+
+    Args:
+        source: The function or its name.
+        group: Its set, of which the columns and the extracted part count.
+        timeout: Seconds that one call may take.
+        concurrency: Largest number of calls of an `async` function at a time; None: no limit.
 
     Attributes:
         kind: The convention.
@@ -77,9 +63,11 @@ class RewardFunction:
         RecipeError: There is no such function.
     """
 
-    def __init__(self, source: Source, calling: Calling) -> None:
-        self._function = _find(source, calling.extract)
-        self._calling = calling
+    def __init__(
+        self, source: Source, group: RewardSet, timeout: float, concurrency: int | None = None
+    ) -> None:
+        self._function = _find(source, group.extract)
+        self._group, self._timeout, self._concurrency = group, timeout, concurrency
         try:
             parameters = inspect.signature(self._function).parameters
         except (TypeError, ValueError) as error:
@@ -102,16 +90,16 @@ class RewardFunction:
         if "completions" in parameters:
             self.kind = "groups"
             self._arguments |= BATCHED
-        self.judges = self._scores_task or bool(self._names & {"answer", calling.answer_column})
+        self.judges = self._scores_task or bool(self._names & {"answer", group.answer_column})
 
     @property
     def seconds(self) -> float:
         """Return the seconds that a call may take, with the time to clean up."""
-        return self._calling.timeout + (self._clean_up if _is_async(self._function) else 0.0)
+        return self._timeout + (self._clean_up if _is_async(self._function) else 0.0)
 
     @property
     def _clean_up(self) -> float:
-        return min(CLEAN_UP, self._calling.timeout)
+        return min(CLEAN_UP, self._timeout)
 
     def scores(self, answers: Sequence[Answer], seconds: float) -> Iterator[Score]:
         """Call the function for as many of the answers as it finishes in about `seconds`, or one.
@@ -138,7 +126,7 @@ class RewardFunction:
             return Score(fault=_fault(error))
 
     async def _together(self, answers: Sequence[Answer]) -> list[Score]:
-        turns = asyncio.Semaphore(self._calling.concurrency or len(answers))
+        turns = asyncio.Semaphore(self._concurrency or len(answers))
 
         async def score(answer: Answer) -> Score:
             async with turns:
@@ -175,11 +163,11 @@ class RewardFunction:
     def _keywords(self, answer: Answer) -> dict[str, Any]:
         """Return the arguments of a call; those of the product precede columns of the same name."""
         expected, columns = answer.answer, answer.columns
-        if self._calling.answer_column is None:
+        if self._group.answer_column is None:
             expected = columns.get("answer", expected)
         own = answer.prompt, answer.text, answer.token_ids, expected, answer.ended
         keywords = dict(zip(self._arguments.values(), (*own, answer.rendered_prompt), strict=True))
-        for name in dict.fromkeys((*self._calling.columns, *columns)):
+        for name in dict.fromkeys((*self._group.columns, *columns)):
             keywords[PREFIX + name if name in keywords else name] = columns.get(name)
         return keywords
 
@@ -207,11 +195,11 @@ class RewardFunction:
     async def _in_time(self, call: Awaitable[Any]) -> Any:
         """Await a call; cancel a late one, and give it time to clean up."""
         task = asyncio.ensure_future(call)
-        done, _ = await asyncio.wait([task], timeout=self._calling.timeout)
+        done, _ = await asyncio.wait([task], timeout=self._timeout)
         if not done:
             task.cancel()
             await asyncio.wait([task], timeout=self._clean_up)
-            raise _RefusedCall(too_long(self._calling.timeout))
+            raise _RefusedCall(too_long(self._timeout))
         return task.result()
 
 

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 from recipes.errors import RecipeError, ScorerError, one_line, shown
-from recipes.rewards.function import Calling, RewardFunction, Source
+from recipes.rewards.function import RewardFunction, Source
 from recipes.rewards.packaged import IN_PROCESS, PACKAGED
 from recipes.rewards.score import Answer, Score, Scored, as_reward
 from recipes.rewards.worker_pool import Part, Pool, Scores
@@ -84,16 +84,6 @@ class RewardSet:
         pairs = zip(short, self.labels, strict=True)
         names = [name if short.count(name) == 1 else label for name, label in pairs]
         return ["" if _own(self.functions[i]) else name for i, name in enumerate(names)]
-
-    def calling(self, timeout: float, concurrency: int | None) -> Calling:
-        """Return how the functions are called, with the limits of the run."""
-        return Calling(
-            extract=self.extract,
-            timeout=timeout,
-            concurrency=concurrency,
-            columns=self.columns,
-            answer_column=self.answer_column,
-        )
 
     def setting(self, index: int) -> str:
         """Return the key and value that name a function in a recipe."""
@@ -201,13 +191,13 @@ class Rewards:
         for name, group in self._sets.items():
             begin = len(self._here) + len(apart)
             self._functions[name] = range(begin, begin + len(group.functions))
-            calling = group.calling(timeout, concurrency)
+            bare = replace(group, functions=(), weights=(), correct_by=None)
             for index, source in enumerate(group.functions):
-                setting = group.setting(index)
+                arguments, setting = (source, bare, timeout, concurrency), group.setting(index)
                 if is_linear(source) or (workers == 0 and not evaluates(source)):
-                    self._here[begin + index] = _loaded(setting, source, calling)
+                    self._here[begin + index] = _loaded(setting, *arguments)
                 else:
-                    apart[begin + index] = setting, _packed(setting, (source, calling))
+                    apart[begin + index] = setting, _packed(setting, arguments)
         self._pool: Pool | None = None
         if apart:
             number = workers or min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
@@ -336,14 +326,14 @@ def evaluates(source: Source) -> bool:
     return getattr(source, "evaluates", False) or source in PACKAGED
 
 
-def _loaded(setting: str, source: Source, calling: Calling) -> RewardFunction:
+def _loaded(setting: str, *arguments: Any) -> RewardFunction:
     try:
-        return RewardFunction(source, calling)
+        return RewardFunction(*arguments)
     except RecipeError as error:
         raise RecipeError(f"{setting}: {error}") from error
 
 
-def _packed(setting: str, arguments: tuple[Source, Calling]) -> bytes:
+def _packed(setting: str, arguments: tuple[Any, ...]) -> bytes:
     try:
         packed = pickle.dumps(arguments)
         if b"__main__" in packed:

@@ -86,8 +86,8 @@ def serve(connection: Connection) -> None:
     functions, memory = {}, {}
     for number, (setting, packed) in sources.items():
         try:
-            source, calling = pickle.loads(packed)
-            functions[number] = RewardFunction(source, calling)
+            source, *arguments = pickle.loads(packed)
+            functions[number] = RewardFunction(source, *arguments)
             memory[number] = getattr(source, "memory", None)
         except (Exception, SystemExit) as error:
             connection.send(f"{setting}: {_rule(error)}")

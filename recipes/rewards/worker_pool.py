@@ -111,7 +111,6 @@ class Worker:
         connection: Readable when the functions are loaded, a score is there, or the process ends.
         kinds: Kind of each function and seconds of a call; empty until they are loaded.
         part: The call; None: it loads, or is idle.
-        kind: Kind of the function that is called.
         scores: The scores of the first answers of the call.
         since: When the last answer of the call began.
         deadline: When the loading or the call has taken too long.
@@ -132,7 +131,6 @@ class Worker:
         self.kinds: dict[int, tuple[Kind, float]] = {}
         self._hung_up = False
         self.part: Part | None = None
-        self.kind: Kind = "each"
         self.scores: list[Score] = []
         self.since = time.monotonic()
         self.deadline = self.since + seconds
@@ -148,10 +146,15 @@ class Worker:
         """Return the seconds that the present call has taken for its last answer; 0 without one."""
         return time.monotonic() - self.since if self.part else 0.0
 
-    def call(self, part: Part, kind: Kind, seconds: float) -> None:
-        """Begin a call that may take so many seconds."""
-        self.part, self.kind, self.scores, self.since = part, kind, [], time.monotonic()
-        self.deadline = self.since + seconds + SECONDS
+    @property
+    def kind(self) -> Kind | None:
+        """Return the kind of the function that is called, if one is."""
+        return self.kinds[self.part.function][0] if self.part else None
+
+    def call(self, part: Part, turns: int) -> None:
+        """Begin a call, in which the answers take so many turns."""
+        self.part, self.scores, self.since = part, [], time.monotonic()
+        self.deadline = self.since + self.kinds[part.function][1] * turns + SECONDS
         self._send((part.function, part.answers, SECONDS))
 
     def _send(self, message: Any) -> None:
@@ -274,8 +277,10 @@ class Pool:
 
     def _shared(self, part: Part) -> Iterator[Part]:
         """Divide a part among the workers; one worker gets all calls that share a limit."""
-        limited = self._concurrency and self._kinds[part.function][0] == "together"
-        return part.in_groups(1 if limited else self.size)
+        return part.in_groups(1 if self._limit(part) else self.size)
+
+    def _limit(self, part: Part) -> int | None:
+        return self._concurrency if self._kinds[part.function][0] == "together" else None
 
     def _settled(self) -> Iterator[tuple[Part, list[Score]]]:
         """Dispatch parts, wait for workers, and yield parts with the scores of their first answers.
@@ -300,9 +305,8 @@ class Pool:
         self._describe()
 
     def _dispatch(self, worker: Worker, part: Part) -> None:
-        kind, seconds = self._kinds[part.function]
-        turns = 1 if kind != "together" else -(-len(part.answers) // (self._concurrency or 10**9))
-        worker.call(part, kind, seconds * turns)
+        limit = self._limit(part)
+        worker.call(part, turns=-(-len(part.answers) // limit) if limit else 1)
 
     def _received(self, worker: Worker) -> Iterator[tuple[Part, list[Score]]]:
         part, seconds = worker.part, worker.seconds
@@ -319,31 +323,28 @@ class Pool:
 
     def _ended(self, worker: Worker, late: bool) -> Iterator[tuple[Part, list[Score]]]:
         """Replace a worker that is late or has ended; its call costs an answer its score."""
-        how, part = self._remove(worker), worker.part
-        if part is None:
+        how, part, kind = self._remove(worker), worker.part, worker.kind
+        if part is None or kind is None:
             if late:
                 rule = f"task.rewards: take longer than {self._loading:g} s to load"
                 raise ScorerError(f"{rule}; correct them, or set task.timeout higher")
             return
         fault = Score(fault=too_long(self._timeout) if late else f"ended its process: {how}")
-        units, done = [*part.units(worker.kind)], list[Score]()
-        if worker.kind == "each":
+        units, done = [*part.units(kind)], list[Score]()
+        if kind == "each":
             done = [*worker.scores, fault]
         elif len(units) == 1:
             done = [fault] * len(part.answers)
         self._late[part.function] += late and bool(done)  # Else the call is repeated in parts.
         yield part, done
-        self._waiting += part.after(len(done)).units(worker.kind)
+        self._waiting += part.after(len(done)).units(kind)
 
     def _finished(self, worker: Worker, part: Part) -> Iterator[tuple[Part, list[Score]]]:
-        """Take the scores of a call that has ended."""
+        """Take the scores of a call that has ended; as many answers as it scored are the next."""
         worker.part, done = None, worker.scores
         yield part, done
-        rest = part.after(len(done))
-        if worker.kind == "each":
-            self._waiting += rest.pieces(max(1, len(done)))
-        else:
-            self._waiting += rest.units(worker.kind)
+        rest, kind = part.after(len(done)), self._kinds[part.function][0]
+        self._waiting += rest.pieces(max(1, len(done))) if kind == "each" else rest.units(kind)
 
     def _given_up(self) -> Iterator[tuple[Part, list[Score]]]:
         """Yield the waiting parts of functions that only time out, with the fault."""
