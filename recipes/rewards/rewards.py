@@ -251,7 +251,8 @@ class Rewards:
             except TimeoutError:
                 if waiting.done() or self._pool is None:
                     raise
-                self._note(f"waiting for rewards: {self._pool.state}")
+                if self._pool.state:
+                    self._note(f"waiting for rewards: {self._pool.state}")
 
     def _tell_renamed(self, scores: Scores) -> None:
         if not self._renamed and any(score.renamed for score in scores.values()):

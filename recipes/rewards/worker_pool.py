@@ -223,7 +223,7 @@ class Pool:
     One thread uses a pool, except for `close`. The processes end with that thread.
 
     Attributes:
-        state: What the workers are busy with, for a line.
+        state: What the workers are busy with, for a line; empty while they load functions.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class Pool:
             for number, seconds in busy.items()
         ]
         behind = sum(len(part.answers) for part in self._waiting)
-        self.state = f"{', '.join(texts) or 'workers that load functions'}; {behind} answers wait"
+        self.state = f"{', '.join(texts)}; {behind} answers wait" if texts else ""
 
     def _remove(self, worker: Worker) -> str:
         """Kill a worker, which `start` replaces; return how it ended."""

@@ -257,8 +257,7 @@ def test_worker_killed_between_steps_is_replaced() -> None:
         (first,) = rewards.score(NUMBERED[:1])
         worker = psutil.Process(int(first.figures["imported_process"]))
         worker.kill()
-        # Its first thread is a zombie before its other threads have closed its socket.
-        until(lambda: worker.status() == psutil.STATUS_ZOMBIE and worker.num_threads() == 1)
+        until(lambda: not worker.is_running())
         (second,) = rewards.score(NUMBERED[:1])
     assert second.reward == 0.0
     assert first.figures["imported_process"] != second.figures["imported_process"]
