@@ -92,7 +92,7 @@ class Event:
     """Record of one operation on one tag.
 
     Attributes:
-        time: When the operation ended, by ``time.time()``.
+        time: When the operation ended, by `steady_time`.
         seconds: Duration. An operation on several tags is divided equally among them.
         op: The operation. A region or a new tensor is recorded as ``"grow"`` if the tag grew.
         tag: The tag.
@@ -132,7 +132,7 @@ class Usage:
 class Timeline:
     """Collection of spans and counters, written as a Chrome trace.
 
-    Times are ``time.time()`` seconds, so that the processes of one machine line up.
+    Times are seconds of `steady_time`, so that the processes of one machine line up.
     """
 
     def __init__(self) -> None:

@@ -137,8 +137,8 @@ def _joined_store(address: RankAddress, store: dist.Store | None) -> dist.Store:
     """
     widen_nccl_sockets()
     if interface := _interface_to(address.host, address.port):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else it names a prefix
+        _set_unless_given("GLOO_SOCKET_IFNAME", interface)
+        _set_unless_given("NCCL_SOCKET_IFNAME", f"={interface}")  # else it names a prefix
     if store is not None:
         return store
     timeout = timedelta(seconds=address.seconds)
@@ -153,7 +153,12 @@ def widen_nccl_sockets() -> None:
     """
     if not any(RDMA_DEVICES.glob("*")):
         for name, value in _WIDE.items():
-            os.environ.setdefault(name, value)
+            _set_unless_given(name, value)
+
+
+def _set_unless_given(name: str, value: str) -> None:
+    """Set a variable of the environment, unless the user has given it a value."""
+    os.environ[name] = os.environ.get(name) or value
 
 
 def _interface_to(host: str, port: int) -> str | None:

@@ -42,6 +42,8 @@ FOR_ALL = {("memsaver", "ops"), ("memsaver", "system")}
 UPWARD = {("trainer_bridge.models", "trainer_bridge.exact")}
 # Names of several files: one role in each of their packages or rooms.
 ROLES = {"actor", "base", "config", "errors", "experts", "tag_names", "vllm"}
+# Files that read the date; all others measure with clocks that nobody sets.
+DATED = ("memsaver/system/clock.py", "recipes/logs/run_folder.py", "recipes/logs/trackers.py")
 FOREIGN_MODULES = {"os", "torch", "_python_dispatch"}  # their private names may be used
 FOREIGN_NAMES = {"_local_tensor"}  # of torch's DTensor
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
@@ -113,6 +115,12 @@ def nests_no_comprehension(file: str, node: ast.AST) -> Iterator[str]:
             yield "has a comprehension inside another"
 
 
+def measures_by_steady_clocks(file: str, node: ast.AST) -> Iterator[str]:
+    name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+    if file not in DATED and name in ("time.time", "time.time_ns", "datetime.now"):
+        yield f"reads {name}: measure with time.monotonic or memsaver.system.clock"
+
+
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
     for module in imports(node):
         shared = starts(module, "tests.helpers") or module == "tests.planted"
@@ -152,6 +160,7 @@ def _private(name: str) -> bool:
         (CHAIN, follows_the_chain),
         (CHAIN, enters_by_a_face),
         (CHAIN, nests_no_comprehension),
+        (CHAIN, measures_by_steady_clocks),
         (["tests", "benchmarks"], takes_helpers_from_their_place),
         (["tests", "benchmarks"], reads_public_state),
     ],

@@ -24,11 +24,11 @@ and refuses to serve.
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from memsaver.errors import StateError
+from memsaver.system.clock import steady_time
 from rollout.protocols import Rollout
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
@@ -77,7 +77,7 @@ class TrainerProtocol(Protocol):
 
 
 OnStage = Callable[[str, float, float], None]
-"""Called with (name, start, end) after each stage that succeeded; times are `time.time()`."""
+"""Called with (name, start, end) after each stage that succeeded; times are `steady_time()`."""
 
 TRANSITIONS = {
     "train": {"to_rollout": "rollout"},
@@ -331,7 +331,7 @@ class Cycle:
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        start = time.time()
+        start = steady_time()
         try:
             yield
         except BaseException as cause:
@@ -342,7 +342,7 @@ class Cycle:
                 raise  # let KeyboardInterrupt and SystemExit pass unwrapped
             raise self._failure from cause
         if self._on_stage is not None:
-            self._on_stage(name, start, time.time())
+            self._on_stage(name, start, steady_time())
 
     def _poison(self, failure: CycleError) -> None:
         try:

@@ -124,7 +124,7 @@ class DeviceLock:
             time.sleep(min(sleep, left))
             sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
         with contextlib.suppress(OSError):  # a full disk costs the name in a message, not the lock
-            os.pwrite(self._fd, b"%10d %.3f\n" % (os.getpid(), time.time()), 0)
+            os.pwrite(self._fd, b"%10d %.3f\n" % (os.getpid(), time.monotonic()), 0)
 
     def _try_file(self) -> bool:
         try:
@@ -149,7 +149,7 @@ class DeviceLock:
         """Describe the process that locked the file last, and for how long it has held it."""
         try:
             pid, since = os.pread(self._fd, 64, 0).split()
-            return f"{process_name(int(pid))} for {max(0.0, time.time() - float(since)):.1f} s"
+            return f"{process_name(int(pid))} for {max(0.0, time.monotonic() - float(since)):.1f} s"
         except (OSError, ValueError):
             return "a process that has not written its name yet"
 

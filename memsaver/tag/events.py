@@ -19,6 +19,7 @@ from memsaver.memory.backend import Backend
 from memsaver.memory.page_pool import PagePool, imports
 from memsaver.native import shim
 from memsaver.report import Event
+from memsaver.system.clock import steady_time
 from memsaver.tag.arena import Arena
 from memsaver.types import Operation
 
@@ -102,7 +103,7 @@ class Recorder:
     def record(self, op: Operation, arena: Arena, seconds: float) -> None:
         """Record an operation on one tag that has ended."""
         event = Event(
-            time=time.time(),
+            time=steady_time(),
             seconds=seconds,
             op=op,
             tag=arena.tag,

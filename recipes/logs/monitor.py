@@ -22,6 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from memsaver import Usage
+from memsaver.system.clock import steady_time
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line, typed
 from recipes.logs.recorded_samples import records_of
 from recipes.logs.run_folder import Row, RunFolder, Span, kind_of, qualities, switch_seconds
@@ -165,24 +166,24 @@ class Monitor:
     def step(self, step: int) -> Iterator[None]:
         self.seconds, self.memory = {}, {}
         self._moves, self._switches = [], []
-        start = time.time()
+        start = steady_time()
         self.folder.place = f"in step {step}"
         try:
             yield
         finally:
-            self.folder.run.spans.append(Span(f"step {step}", start, time.time()))
+            self.folder.run.spans.append(Span(f"step {step}", start, steady_time()))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time one stage and turn its failure into a RunError that names it."""
         with self.phase(name):
-            start = time.time()
+            start = steady_time()
             try:
                 yield
             except BaseException:
-                self._timed(name, start, time.time())
+                self._timed(name, start, steady_time())
                 raise
-            self.passed(name, start, time.time())
+            self.passed(name, start, steady_time())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

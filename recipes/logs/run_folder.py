@@ -72,7 +72,7 @@ Row = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """A stage or a whole step ("step N"), with its times in seconds of `time.time()`."""
+    """A stage or a whole step ("step N"), with its times in seconds of `steady_time`."""
 
     name: str
     begin: float
@@ -162,11 +162,6 @@ def tabulated(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[dict[s
 def qualities(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of right answers in an evaluation, by name."""
     return {name: value for name, value in row.items() if name.startswith(QUALITIES)}
-
-
-def _is_within(row: Row, step: int) -> bool:
-    """Return whether a row comes before the checkpoint of a step is saved."""
-    return row["step"] < step or (row["kind"] == "train" and row["step"] == step)
 
 
 def whole_rows(file: Path) -> list[Row]:
@@ -330,8 +325,8 @@ class RunFolder:
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
         """Cut an earlier run back to its last checkpoint, or to its start if it has none.
 
-        Later rows are dropped. Trace, memory picture and environment of the previous session are
-        kept under other names.
+        Rows of later steps are dropped. Trace, memory picture and environment of the previous
+        session are kept under other names.
         """
         folder = cls(path)
         with folder.writing("the run's folder"):
@@ -341,12 +336,13 @@ class RunFolder:
 
     def _cut_back(self) -> None:
         step = self.done
-        # Samples first: while a row exists, its samples do.
+        self.run = self.rows_until(step)
+        kept = {(row["kind"], row["step"]) for row in self.run.rows}
+        # Samples first: while a row exists, its samples do. A killed run may have samples only.
         for name in (SAMPLES, "metrics.jsonl"):
-            rows = [row for row in whole_rows(self.path / name) if _is_within(row, step)]
-            if (self.path / name).is_file():
-                replace_text(self.path / name, json_lines(rows))
-        self.run.rows = rows
+            if (file := self.path / name).is_file():
+                rows = [row for row in whole_rows(file) if (row["kind"], row["step"]) in kept]
+                replace_text(file, json_lines(rows))
         for name in ("trace.json", "memory.png", "environment.json"):
             file = self.path / name
             if file.exists():

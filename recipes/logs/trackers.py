@@ -177,9 +177,9 @@ class WandbTracker(Tracker):
     ) -> str | None:
         own: dict[str, Any] = {}
         if self._name == "wandb":
-            own["dir"] = os.environ.get("WANDB_DIR", str(folder))
+            own["dir"] = os.environ.get("WANDB_DIR") or str(folder)
         if self._name == "trackio":  # identifies a run by its name
-            own["project"] = os.environ.get("TRACKIO_PROJECT", "memsaver")
+            own["project"] = os.environ.get("TRACKIO_PROJECT") or "memsaver"
             name = run_id or name
         elif run_id is not None:
             own["id"] = run_id

@@ -82,6 +82,7 @@ class Loop(abc.ABC):
         """
         steps, every = self.setup.recipe.steps, self.setup.recipe.checkpoint.every
         updates = steps
+        self._keep_best()  # A resumed run may have ended between an evaluation and this call.
         with Stopping(self.monitor.view.note if every else None) as stopping:
             for step in range(first_step, steps + 1):
                 with self.monitor.step(step):
@@ -95,7 +96,7 @@ class Loop(abc.ABC):
                         break
                     if self._exports_between(step):
                         self._export(step)
-        if self.setup.recipe.eval.every and updates == steps:
+        if self.setup.recipe.eval.every and updates == steps and not self._is_evaluated(steps):
             self.monitor.folder.place = "in the last evaluation"
             self._wake_rollout(steps + 1)
             self._evaluate(steps)
@@ -114,7 +115,7 @@ class Loop(abc.ABC):
 
     def _run_step(self, step: int) -> None:
         """Run a step; if the evaluation before it ends the run, only return to state "train"."""
-        started, monitor = time.time(), self.monitor
+        started, monitor = time.monotonic(), self.monitor
         self.to_rollout(step)
         if self.ended_early:
             self.to_train()
@@ -123,7 +124,7 @@ class Loop(abc.ABC):
         groups = row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)
         self.drawn += groups
         row["prompts_drawn"] = self.drawn
-        row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        row |= {"step_seconds": time.monotonic() - started, "stages": dict(monitor.seconds)}
         row |= {"hidden_seconds": monitor.hidden_seconds}
         row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row(row)
@@ -163,8 +164,14 @@ class Loop(abc.ABC):
     def to_rollout(self, step: int) -> None:
         """Wake the rollout and run the evaluation that is due before the step."""
         self._wake_rollout(step)
-        if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
+        every = self.setup.recipe.eval.every
+        if every and (step - 1) % every == 0 and not self._is_evaluated(step - 1):
             self._evaluate(step - 1)
+
+    def _is_evaluated(self, updates: int) -> bool:
+        """Return whether the newest row evaluates these weights, as it may in a resumed run."""
+        newest = self.monitor.folder.run.newest_evaluation
+        return newest is not None and newest["step"] == updates
 
     def sample(
         self, step: int, places: range | None = None, last: bool = True
@@ -247,12 +254,14 @@ class Loop(abc.ABC):
         with self.monitor.phase("to_train"):
             self.cycle.to_train()
         self.monitor.read_memory("train")
-        if evaluation := self.monitor.folder.run.newest_evaluation:
-            self._keep_best(evaluation["step"])
+        self._keep_best()
 
-    def _keep_best(self, updates: int) -> None:
+    def _keep_best(self) -> None:
         """Keep a checkpoint of the weights just evaluated if they are the best, or the last."""
         folder, section, best = self.monitor.folder, self.setup.recipe.checkpoint, self.standing
+        if not (evaluation := folder.run.newest_evaluation):
+            return
+        updates = evaluation["step"]
         wanted = (best and best.step == updates) or self.ended_early
         # The step may have saved its checkpoint already. The initial weights (0 updates) need none.
         if wanted and section.every and updates > folder.done:

@@ -223,7 +223,7 @@ def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "kept"), [(2, 3), (0, 0)], ids=["from a checkpoint", "from the start"]
+    ("checkpoint", "kept"), [(2, 4), (0, 1)], ids=["from a checkpoint", "from the start"]
 )
 def test_reopen_drops_rows_after_the_checkpoint(
     checkpoint: int, kept: int, folder: RunFolder

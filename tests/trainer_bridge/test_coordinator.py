@@ -216,6 +216,16 @@ def test_running_cluster_is_joined_and_left(
     assert used == [given or listening] and cluster.ended == 1
 
 
+@pytest.mark.parametrize("empty", ["", " "])
+def test_empty_address_of_the_environment_starts_an_own_cluster(
+    empty: str, cluster: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", empty)
+    with connected(None, 1):
+        pass
+    assert [asked["address"] for asked in cluster.asked] == ["local"]
+
+
 def test_address_without_a_cluster_is_refused_immediately(cluster: FakeRay) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"

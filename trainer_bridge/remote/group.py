@@ -233,7 +233,8 @@ def connected(address: str | None, actors: int, store_bytes: int = STORE_BYTES) 
     if ray.is_initialized():
         yield
         return
-    address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    # Ray sets the variable in a job; job scripts may export it empty, which Ray takes as not set.
+    address = address or os.environ.get("RAY_ADDRESS", "").strip() or None
     options: dict[str, Any] = {"address": address}
     if address is None:
         cpus = max(actors, cores())

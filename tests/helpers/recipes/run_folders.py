@@ -8,7 +8,7 @@ from recipes.logs.pictures import write_pictures
 from recipes.logs.run_folder import RunFolder, Span
 
 MIB = 2**20
-SESSION = 1000.0  # time.time() at the start of the session
+SESSION = 1000.0  # steady_time() at the start of the session
 STAGES = {  # seconds of each stage of every step
     "offload_optim": 0.01, "wake_weights": 0.01, "sync_weights": 0.04, "offload_params": 0.02,
     "wake_kv_cache": 0.02, "generate_sequences": 0.5, "sleep": 0.01, "restore_params": 0.01,

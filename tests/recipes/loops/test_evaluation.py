@@ -388,19 +388,6 @@ def test_early_end_without_checkpoints_saves_none(
 
 
 @pytest.mark.usefixtures("fakes")
-def test_evaluation_that_is_repeated_worse_after_a_resume_takes_the_name_best_away(
-    quality: dict[int, float], tmp_path: Path
-) -> None:
-    """Expect no best checkpoint, because that of the earlier best evaluation is gone."""
-    quality.update({0: 0.1, 2: 0.4, 4: 0.6})
-    folder = tmp_path / "run"
-    start_run("tiny", [*SMALL, "steps=4", "checkpoint.every=2"], folder)
-    assert (folder / "checkpoints" / "best").read_text() == "step_4\n"
-    quality.update({4: 0.3, 5: 0.2})
-    continue_run(folder, None, ["steps=5"])
-    assert RunFolder(folder).best_checkpoint() is None and kept(folder) == {"step_5"}
-
-
 def test_resume_without_a_folder_takes_the_newest_run_with_rows(
     make_run: MakeRun,
     tmp_path: Path,
