@@ -2,16 +2,21 @@
 
 Calls and answers are pickled, so the other end must be trusted. A pipe that both processes inherit
 has no other end. `listen` and `connect` use an abstract Unix socket, which any process of the
-machine can open; both of its ends refuse a process of another user.
+machine can open. Before they unpickle anything, both ends refuse a process of another user, and a
+process that does not know the name of the socket, which is a secret.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import os
 import pickle
+import selectors
 import socket
+import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from memsaver.system.sockets import credentials
 from rollout.actor_base import ActorBase
@@ -53,8 +58,15 @@ def serve(channel: Connection, side: ActorBase) -> None:
             return
 
 
-def listen(name: str) -> socket.socket:
-    """Open a socket that other processes of this machine can reach by `name`."""
+class NamedSocket(NamedTuple):
+    """A socket at which a process listens, with the name that the other process must know."""
+
+    name: str
+    listener: socket.socket
+
+
+def listen(name: str) -> NamedSocket:
+    """Open a socket that other processes of this machine can reach if they know `name`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address(name))
@@ -62,30 +74,51 @@ def listen(name: str) -> socket.socket:
     except BaseException:
         listener.close()
         raise
-    return listener
+    return NamedSocket(name, listener)
 
 
-def accept(listener: socket.socket, seconds: float) -> Connection:
-    """Wait for a process of the same user to connect; raise a TimeoutError after `seconds`."""
-    listener.settimeout(seconds)
-    while True:
-        connection, _ = listener.accept()
-        if credentials(connection)[1] == os.getuid():
-            return _channel(connection)
-        connection.close()
+def accept(named: NamedSocket, seconds: float) -> Connection:
+    """Wait for a process of the same user that knows the name.
+
+    Other processes, whatever they send, neither extend the wait nor keep the right one from
+    connecting. A TimeoutError says that it did not connect in `seconds`.
+    """
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        waiting.register(named.listener, selectors.EVENT_READ)
+        while (left := end - time.monotonic()) > 0:
+            for ready in {key.fileobj for key, _ in waiting.select(left)}:
+                assert isinstance(ready, socket.socket)
+                if ready is not named.listener:
+                    if _has_proof(ready, named.name, "connects"):
+                        ready.sendall(_proof(named.name, "listens"))
+                        return _channel(ready)
+                    waiting.unregister(ready)
+                    ready.close()
+                    continue
+                connection = opened.enter_context(named.listener.accept()[0])
+                if credentials(connection)[1] == os.getuid():
+                    waiting.register(connection, selectors.EVENT_READ)
+                else:
+                    connection.close()
+    raise TimeoutError(f"no process that knows the socket's name connected in {seconds:g} s")
 
 
 def connect(name: str) -> Connection:
-    """Connect to the process that listens at `name`.
+    """Connect to the process that listens at `name`, and wait until it accepts.
 
     Raises:
-        OSError: No process listens there, or a process of another user.
+        OSError: No process listens there, a process of another user does, or one that ends before
+            it proves that it knows the name.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(_address(name))
         if (uid := credentials(connection)[1]) != os.getuid():
-            raise PermissionError(f"user {uid} listens at {name}, not user {os.getuid()}")
+            raise PermissionError(f"user {uid} listens at the socket, not user {os.getuid()}")
+        connection.sendall(_proof(name, "connects"))
+        if not _has_proof(connection, name, "listens"):
+            raise ConnectionAbortedError("the process that listens at the socket did not accept")
     except BaseException:
         connection.close()
         raise
@@ -93,7 +126,22 @@ def connect(name: str) -> Connection:
 
 
 def _address(name: str) -> str:
-    return f"\0memsaver-{os.getuid()}-{name}"
+    # Every process of the machine can list the addresses, so an address does not tell the name.
+    return f"\0memsaver-{os.getuid()}-{_proof(name, 'address').hex()}"
+
+
+def _proof(name: str, role: str) -> bytes:
+    """Return the bytes that only a process that knows the name can send in a role."""
+    return hmac.digest(name.encode(), role.encode(), "sha256")
+
+
+def _has_proof(connection: socket.socket, name: str, role: str) -> bool:
+    """Return whether the bytes that have come, or come next, are the proof."""
+    expected = _proof(name, role)
+    try:
+        return hmac.compare_digest(connection.recv(len(expected)), expected)
+    except ConnectionError:
+        return False
 
 
 def _channel(connection: socket.socket) -> Connection:

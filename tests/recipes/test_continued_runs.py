@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.loops.evaluation import standing
 from recipes.logs.run_folder import RunFolder
+from recipes.loops.evaluation import standing
 from recipes.run import continue_run, start_run
 from tests.helpers.recipes.fake_sides import fake_runs
 from tests.helpers.recipes.tiny_runs import rows, trace, without_clock, without_pictures

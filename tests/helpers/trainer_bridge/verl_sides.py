@@ -56,8 +56,8 @@ class StandInEngine:
         self._worker, self._saver = worker, worker.fused.saver
         self.resets = 0
 
-    async def collective_rpc(self, method: str) -> list[Any]:
-        return [await asyncio.to_thread(getattr(self._worker, method))]
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [await asyncio.to_thread(getattr(self._worker, method), *args)]
 
     async def reset_prefix_cache(self, reset_connector: bool) -> None:
         self.resets += 1
@@ -152,8 +152,8 @@ class EngineSide:
     def generate(self) -> Any:
         return self._run(self.server.generate([1], {}, "request"))
 
-    def connect_trainer(self, pair: str) -> None:
-        self._run(self.server.connect_trainer(pair))
+    def connect_trainer(self, pair: str, secret: str) -> None:
+        self._run(self.server.connect_trainer(pair, secret))
 
 
 def start_engine(*args: Any) -> tuple[Peer, Connection]:
@@ -196,8 +196,8 @@ class EngineHandle:
     def connect_trainer(self) -> Any:
         return SimpleNamespace(remote=self._connect)
 
-    async def _connect(self, pair: str) -> None:
-        await asyncio.to_thread(self.call, "connect_trainer", pair)
+    async def _connect(self, pair: str, secret: str) -> None:
+        await asyncio.to_thread(self.call, "connect_trainer", pair, secret)
 
 
 def rollout_config(**changes: Any) -> Any:

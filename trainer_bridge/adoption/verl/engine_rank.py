@@ -91,9 +91,9 @@ class EngineRank(UpdateSide):
         )
         return self.held.max_context_len
 
-    def serve_update(self) -> Outcome:
+    def serve_update(self, secret: str) -> Outcome:
         """Serve one weight update by this rank's trainer rank; return `outcome`."""
-        self.serve(socket_name(self._settings.pairs[self._rank]))
+        self.serve(socket_name(self._settings.pairs[self._rank], secret))
         return self.outcome()
 
 

@@ -28,7 +28,7 @@ class EngineRollout(VerlSync, BaseRollout):
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
-        """Open the socket at which this rank's process of the engine will connect.
+        """Name the pair of this rank and its process of the engine.
 
         A ValueError names a setting of verl that the engine does not support.
         """

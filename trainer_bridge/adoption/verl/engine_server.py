@@ -175,9 +175,9 @@ class EngineServer(UpdatedServer):
             await self._requests.drained()
             await self._requests.call("sleep", 2)
 
-    async def serve_update(self) -> Sequence[Outcome]:
+    async def serve_update(self, secret: str) -> Sequence[Outcome]:
         # The engine forgets its prefixes when an update begins.
-        return await self._requests.call("serve_update")
+        return await self._requests.call("serve_update", secret)
 
     async def clear_kv_cache(self) -> None:
         """Forget cached prefixes."""

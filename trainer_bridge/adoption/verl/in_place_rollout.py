@@ -18,7 +18,7 @@ class InPlaceRollout(VerlSync, ServerAdapter):
     """verl's client of its vLLM server, with weight syncs in place."""
 
     def __init__(self, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Open the socket at which this rank's vLLM worker will connect.
+        """Name the pair of this rank and its vLLM worker.
 
         A ValueError names a setting of verl with which weights cannot be synced in place.
         """

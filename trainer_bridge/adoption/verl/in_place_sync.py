@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from memsaver import StateError
+from memsaver.system.plain import all_gather_plain
 from rollout import channel
 from rollout.protocols import UpdatableEngine
 from trainer_bridge.adoption.verl.names import server_pair, socket_name
@@ -25,12 +27,17 @@ class PeerCalls:
     """Calls to another process of this machine, one at a time, once the process has connected."""
 
     _channel: Connection | None = None
+    _listener: channel.NamedSocket | None = None
 
     def __init__(self, pair: str, process: str) -> None:
-        """Open the socket of a pair of processes; `process` names the other one in messages."""
+        """Name the pair of processes; `process` names the other one in messages."""
         self.pair = pair
-        self._listener = channel.listen(socket_name(pair))
         self._process = process
+
+    def listen(self, secret: str) -> None:
+        """Open the pair's socket, unless it is open; the other process must know the secret."""
+        if self._listener is None:
+            self._listener = channel.listen(socket_name(self.pair, secret))
 
     @property
     def connected(self) -> bool:
@@ -41,6 +48,7 @@ class PeerCalls:
 
         A StateError says that the process did not connect.
         """
+        assert self._listener is not None
         try:
             self._channel = channel.accept(self._listener, _SECONDS)
         except TimeoutError as error:
@@ -152,6 +160,7 @@ class VerlSync:
     _sync: WeightSync | None = None
     _handle: WorkerHandle
     _server: PeerCalls | None = None
+    _secret: str | None = None  # of the job, agreed by the ranks of the trainer
     _version = 0
 
     async def update_weights(
@@ -179,6 +188,9 @@ class VerlSync:
             )
         module = weights.module()
         version = self._version if global_steps is None else global_steps
+        if self._secret is None:
+            self._secret = all_gather_plain(secrets.token_hex())[0]
+        self._handle.listen(self._secret)
         started = time.perf_counter()
         server = await self._connected_server() if self._ensure_server_handle() else None
         if server is not None:
@@ -202,10 +214,12 @@ class VerlSync:
         self.stages["reply"] = time.perf_counter() - synced
 
     async def _connected_server(self) -> PeerCalls:
+        assert self._secret is not None
         if self._server is None:
             self._server = PeerCalls(server_pair(self._handle.pair), "the engine's server")
         if not self._server.connected:
-            await self.server_handle.connect_trainer.remote(self._server.pair)
+            self._server.listen(self._secret)
+            await self.server_handle.connect_trainer.remote(self._server.pair, self._secret)
             self._server.accept()
         return self._server
 

@@ -7,12 +7,14 @@ ENGINE_ROLLOUT = "memsaver"  # the native engine
 UPDATE = "memsaver_update"  # method of vLLM's workers
 
 
-def socket_name(pair: str) -> str:
+def socket_name(pair: str, secret: str) -> str:
     """Return the name of the socket of a trainer rank and a process that connects to it.
 
-    `pair` is unique among jobs, replicas and ranks of a machine.
+    Args:
+        pair: Unique among the replicas and ranks of a job on one machine.
+        secret: Secret of the job, as two clusters may give their jobs the same id.
     """
-    return f"verl-{pair}"
+    return f"verl-{pair}-{secret}"
 
 
 def server_pair(pair: str) -> str:

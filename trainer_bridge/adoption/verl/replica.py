@@ -21,8 +21,8 @@ class InPlaceServer(vLLMHttpServer, UpdatedServer):
     def _get_worker_extension_cls(self) -> str:
         return "trainer_bridge.adoption.verl.worker_extension.InPlaceWorkerExtension"
 
-    async def serve_update(self) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = await self.engine.collective_rpc(UPDATE)
+    async def serve_update(self, secret: str) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = await self.engine.collective_rpc(UPDATE, args=(secret,))
         await self.clear_kv_cache()
         return outcomes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from rollout import Engine, channel
 from rollout.actor_base import ActorBase
 from rollout.hosted import HostedRollout
@@ -14,7 +16,7 @@ class UpdateSide(ActorBase):
 
     def serve(self, name: str) -> None:
         """Connect to the trainer's socket, and answer calls until the trainer closes it."""
-        with channel.connect(name) as calls:
+        with contextlib.suppress(ConnectionAbortedError), channel.connect(name) as calls:
             channel.serve(calls, self)
 
     def outcome(self) -> tuple[int | None, str | None]:

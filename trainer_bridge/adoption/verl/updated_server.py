@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from threading import Thread
 
 from memsaver import StateError
@@ -23,33 +22,35 @@ class UpdatedServer(ABC):
     _undefined: str | None = None
 
     @abstractmethod
-    async def serve_update(self) -> Sequence[Outcome]:
+    async def serve_update(self, secret: str) -> Sequence[Outcome]:
         """Let all processes that have weights serve one update, and return their outcomes.
 
-        Afterwards, no request may use keys and values of earlier weights.
+        Afterwards, no request may use keys and values of earlier weights. `secret` is part of the
+        names of the trainer's sockets.
         """
 
     @abstractmethod
     async def set_global_steps(self, global_steps: int) -> None:
         """Set the number of the weights, which answers report."""
 
-    async def connect_trainer(self, pair: str) -> None:
-        """Connect to a trainer rank's socket, and begin to answer its calls of `update_in_place`.
+    async def connect_trainer(self, pair: str, secret: str) -> None:
+        """Begin to connect to a trainer rank's socket and to answer its calls of `update_in_place`.
 
-        A call over the socket takes less time than a call of a Ray actor.
+        The rank accepts the connection after this call. A call over the socket takes less time than
+        a call of a Ray actor.
         """
-        calls = await asyncio.to_thread(channel.connect, socket_name(pair))
-        side = _InLoop(self, asyncio.get_running_loop())
-        Thread(target=_serve, args=(calls, side), daemon=True, name="weight-updates").start()
+        side = _InLoop(self, asyncio.get_running_loop(), secret)
+        name = socket_name(pair, secret)
+        Thread(target=_serve, args=(name, side), daemon=True, name="weight-updates").start()
 
-    async def update_in_place(self, version: int) -> None:
-        """Let the engine serve one update.
+    async def update_in_place(self, version: int, secret: str) -> None:
+        """Let the engine serve one update by a trainer with this secret.
 
         A StateError says that a process does not serve `version` afterwards. From any error on,
         requests are refused until an update succeeds.
         """
         try:
-            outcomes = await self.serve_update()
+            outcomes = await self.serve_update(secret)
             if wrong := [outcome for outcome in outcomes if outcome[0] != version]:
                 raise StateError(
                     f"the engine serves (version, reason) {wrong}, not version {version}"
@@ -69,14 +70,14 @@ class UpdatedServer(ABC):
 class _InLoop(ActorBase):
     """The calls of a trainer rank, which run in the server's event loop."""
 
-    def __init__(self, server: UpdatedServer, loop: asyncio.AbstractEventLoop) -> None:
-        self._server, self._loop = server, loop
+    def __init__(self, server: UpdatedServer, loop: asyncio.AbstractEventLoop, secret: str) -> None:
+        self._server, self._loop, self._secret = server, loop, secret
 
     def update_in_place(self, version: int) -> None:
-        update = self._server.update_in_place(version)
+        update = self._server.update_in_place(version, self._secret)
         asyncio.run_coroutine_threadsafe(update, self._loop).result()
 
 
-def _serve(calls: Connection, side: ActorBase) -> None:
-    with calls:
+def _serve(name: str, side: ActorBase) -> None:
+    with channel.connect(name) as calls:
         channel.serve(calls, side)

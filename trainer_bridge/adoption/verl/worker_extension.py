@@ -36,7 +36,7 @@ class InPlaceWorkerExtension(vLLMColocateWorkerExtension):
 
     _memsaver_side: WorkerSide | None = None
 
-    def memsaver_update(self) -> tuple[int | None, str | None]:
+    def memsaver_update(self, secret: str) -> tuple[int | None, str | None]:
         """Serve one update by this worker's trainer rank, and return `WorkerSide.outcome`.
 
         A ValueError names what verl trains besides the model and would not be updated.
@@ -48,5 +48,5 @@ class InPlaceWorkerExtension(vLLMColocateWorkerExtension):
             )
         if self._memsaver_side is None:
             self._memsaver_side = WorkerSide(self)
-        self._memsaver_side.serve(socket_name(self._get_zmq_handle()))
+        self._memsaver_side.serve(socket_name(self._get_zmq_handle(), secret))
         return self._memsaver_side.outcome()
