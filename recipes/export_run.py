@@ -1,6 +1,7 @@
 """Export of a run's checkpoint as a Hugging Face folder, without a GPU."""
 
 from pathlib import Path
+from typing import Any
 
 from memsaver.errors import format_bytes
 from recipes.config.load import load
@@ -60,7 +61,7 @@ def export_run(
 
 def _export(recipe: Recipe, folder: RunFolder, checkpoint: Path, to: Path, merge: bool) -> None:
     from trainer_bridge import TrainerConfig
-    from trainer_bridge.models import export_checkpoint
+    from trainer_bridge.models import export_checkpoint, read_values
 
     path = recipe.model.path
     config = TrainerConfig(
@@ -70,7 +71,9 @@ def _export(recipe: Recipe, folder: RunFolder, checkpoint: Path, to: Path, merge
         param_dtype=recipe.model.dtype,
     )
     try:
-        export_checkpoint(str(checkpoint), str(to), config, merge_adapters=merge)
+        template = read_values(str(checkpoint))["extra"].get("template")
+        how: dict[str, Any] = {"merge_adapters": merge, "chat_template": template}
+        export_checkpoint(str(checkpoint), str(to), config, **how)
     except ValueError as error:
         raise RecipeError(
             f"export {folder.path}: {one_line(error)}; nothing was written"

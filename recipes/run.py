@@ -251,8 +251,8 @@ def _attempt(
                 cycle=cycle,
                 rewards=rewards,
                 monitor=monitor,
-                save=partial(_save, folder, trainer, recipe, setup.prompt_digests()),
-                export=partial(_export, folder, trainer, recipe),
+                save=partial(_save, folder, trainer, recipe, _prompts(setup)),
+                export=partial(_export, folder, trainer, setup),
                 drawn=drawn,
             )
             loop.run(first)
@@ -331,10 +331,15 @@ def device_bytes(device: str) -> int | None:
     return total
 
 
+def _prompts(setup: Setup) -> dict[str, Any]:
+    """Return what a checkpoint keeps about the run's prompts."""
+    return {"prompts": setup.prompt_digests(), "template": setup.template or ""}
+
+
 def _save(
-    folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, int], step: int, drawn: int
+    folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, Any], step: int, drawn: int
 ) -> None:
-    extra = {"step": step, "steps": recipe.steps, "prompts": prompts, "prompts_drawn": drawn}
+    extra = {"step": step, "steps": recipe.steps, **prompts, "prompts_drawn": drawn}
     extra |= {"exact": recipe.exact_mode, "micro_batch_size": recipe.micro_batch_size}
     extra["keep_unsharded"] = recipe.trainer.keep_unsharded is True
     folder.save_checkpoint(
@@ -342,10 +347,11 @@ def _save(
     )
 
 
-def _export(folder: RunFolder, trainer: Any, recipe: Recipe, step: int) -> None:
+def _export(folder: RunFolder, trainer: Any, setup: Setup, step: int) -> None:
     # Without its base, which is random, an adapter is of no use.
-    merge = bool(recipe.lora.rank) and recipe.model.random_init
-    folder.save_export(step, lambda path: trainer.save_pretrained(str(path), merge_adapters=merge))
+    merge = bool(setup.recipe.lora.rank) and setup.recipe.model.random_init
+    how = {"merge_adapters": merge, "chat_template": setup.template or ""}
+    folder.save_export(step, lambda path: trainer.save_pretrained(str(path), **how))
 
 
 def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:

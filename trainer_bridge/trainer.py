@@ -568,12 +568,18 @@ class Trainer(SaverSide):
         return values["extra"]
 
     def save_pretrained(
-        self, directory: str, *, dtype: Dtype | None = None, merge_adapters: bool = False
+        self,
+        directory: str,
+        *,
+        dtype: Dtype | None = None,
+        merge_adapters: bool = False,
+        chat_template: str | None = None,
     ) -> None:
         """Save the policy as a Hugging Face folder, or its adapters in PEFT's form.
 
         The folder has weights under the names of the model's directory, config.json, and copies of
-        tokenizer, chat template and generation config. transformers, vLLM and `Engine` load it. A
+        tokenizer, chat template and generation config, which gets all tokens that end answers of
+        the engine. transformers, vLLM and `Engine` load it. A
         trainer with adapters saves the adapters alone, for `PeftModel.from_pretrained`.
 
         The ranks gather one parameter at a time. Rank 0 writes, in files of about 2 GiB. An older
@@ -586,6 +592,7 @@ class Trainer(SaverSide):
                 which are already rounded, not the masters.
             merge_adapters: Save the whole model with the adapters merged, with the bits that
                 `sync_weights` writes.
+            chat_template: Chat template in place of the model's own; an empty text is none.
 
         Raises:
             StateError: Tag `params` is offloaded.
@@ -601,7 +608,8 @@ class Trainer(SaverSide):
         self._offloader.await_content()
         weights = ShardedWeights(self.model, self.config)
         own = None if dtype is None else getattr(torch, dtype)
-        save_folder(directory, weights, own, merge_adapters=merge_adapters)
+        how: dict[str, Any] = {"merge_adapters": merge_adapters, "chat_template": chat_template}
+        save_folder(directory, weights, own, **how)
 
     def close(self) -> None:
         """Unmap the rollouts' pages, and end the process group if the trainer opened it.

@@ -72,4 +72,7 @@ def draw_reproducibly(name: str, options: dict[str, Any], setting: str) -> list[
 
 
 if __name__ == "__main__":
-    pickle.dump(draw(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A generator may print while it is imported.
+    pickle.dump(draw(*pickle.load(sys.stdin.buffer)), answer)
+    answer.flush()

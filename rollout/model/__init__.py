@@ -14,6 +14,7 @@ from rollout.model.loading import (
     open_checkpoint,
     parameter_shapes,
     resolve_model,
+    stop_token_ids,
     stored_buffers,
 )
 from rollout.model.mixers.base import inverse_frequencies
@@ -36,6 +37,7 @@ __all__ = [
     "rank_layout",
     "resolve_model",
     "spellings",
+    "stop_token_ids",
     "stored_buffers",
     "whole_manifest",
 ]

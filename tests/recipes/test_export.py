@@ -65,6 +65,21 @@ def test_exported_model_answers_a_chat_like_our_engine(make_run: MakeRun) -> Non
     assert sample.token_ids == greedy(model.eval(), ids, 8)
 
 
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }} answer", None])
+def test_export_has_the_template_that_the_run_used(
+    template: str | None, make_run: MakeRun, tmp_path: Path
+) -> None:
+    """The file of the template is gone when the command exports."""
+    file, out = tmp_path / "own.jinja", tmp_path / "out"
+    if template is not None:
+        file.write_text(template)
+    run = make_run("tiny", *FEW, f"task.template={file if template else 'none'}")
+    file.unlink(missing_ok=True)
+    assert main(["export", str(run), "--to", str(out)]) == 0
+    assert contents(out) == contents(run / "exports" / "step_3")
+    assert AutoTokenizer.from_pretrained(out).chat_template == template
+
+
 @pytest.mark.parametrize(("every", "names"), [("0", ["step_3"]), ("null", [])])
 def test_run_without_checkpoints_exports_as_it_is_asked(
     every: str, names: list[str], make_run: MakeRun

@@ -89,7 +89,7 @@ class FakeTrainer(FakeSide):
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
 
-    def save_pretrained(self, directory: str, merge_adapters: bool = False) -> None:
+    def save_pretrained(self, directory: str, **how: Any) -> None:
         """Replace a directory by one with a file."""
         partial = Path(f"{directory}.partial")
         partial.mkdir()

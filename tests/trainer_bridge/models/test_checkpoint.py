@@ -286,7 +286,7 @@ def test_replaced_checkpoint_is_old_or_new_one_if_writer_dies(
     monkeypatch.setattr(checkpoint, "all_gather_plain", lambda value: [value])
 
     def write(number: int) -> None:
-        with checkpoint.whole_directory(str(place)) as partial:
+        with checkpoint.whole_directory(str(place), ["values.json"], "a checkpoint") as partial:
             (Path(partial) / "values.json").write_text(json.dumps({"n": number}))
 
     def read() -> int:
@@ -313,7 +313,7 @@ def test_replaced_checkpoint_is_old_or_new_one_if_writer_dies(
 
 def fail_alone(rank: int, place: str, failing: int) -> str:
     try:
-        with checkpoint.whole_directory(place):
+        with checkpoint.whole_directory(place, [], "a checkpoint"):
             if rank == failing:
                 raise OSError(errno.ENOSPC, "no space left on device")
     except (OSError, OtherRankFailed) as error:

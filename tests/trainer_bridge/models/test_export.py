@@ -16,10 +16,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams
+from rollout.model import stop_token_ids
 from tests.helpers.case_selection import some
 from tests.helpers.exports import contents, stored_tensors
 from tests.helpers.models import DEEPSEEK_MOE, MLA, greedy
@@ -36,7 +37,7 @@ from tests.helpers.trainer_bridge.tolerance import assert_scores
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.models import export_checkpoint
-from trainer_bridge.models.files import export
+from trainer_bridge.models.files import checkpoint, export
 
 Make = Callable[..., Trainer]
 Bits = dict[str, Tensor]
@@ -62,7 +63,7 @@ ANSWER = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [[3, 17, 40, 9], [55, 2, 71]]
 EXTRA = {
     "tokenizer.json": "{}",
-    "tokenizer_config.json": '{"eos_token": "x"}',
+    "tokenizer_config.json": '{"model_max_length": 9}',
     "chat_template.jinja": "{{ messages }}",
     "merges.txt": "a b",
     "README.md": "not copied",
@@ -414,16 +415,79 @@ def test_export_that_rank_0_cannot_write_fails_on_both(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_export_never_replaces_files_of_others(tmp_path: Path, make_trainer: Make) -> None:
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 3}, {"eos_token_id": [3, 5]}])
+@pytest.mark.parametrize("template", [None, "", "{{ 'other' }}"])
+def test_export_has_the_end_tokens_and_the_template_of_the_run(
+    generation: dict[str, Any] | None, template: str | None, tmp_path: Path, make_trainer: Make
+) -> None:
+    """The tokenizer's end token counts, and so do those of both configs."""
+    path, out = Path(write_model(tmp_path / "model")), tmp_path / "out"
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = {"eos_token": "<e>", "added_tokens_decoder": {"7": {"content": "<e>"}}}
+    settings = json.dumps(tokenizer | {"chat_template": "{{ 'old' }}"})
+    (path / "tokenizer_config.json").write_text(settings)
+    (path / "chat_template.jinja").write_text("{{ 'own' }}")
+    make_trainer(str(path)).save_pretrained(str(out), chat_template=template)
+    ends = GenerationConfig.from_pretrained(str(out)).eos_token_id
+    assert {*ends} == stop_token_ids(path) == stop_token_ids(out) > {7}
+    kept = json.loads((out / "tokenizer_config.json").read_text())
+    jinja = out / "chat_template.jinja"
+    if template is None:
+        assert jinja.read_text() == "{{ 'own' }}" and kept["chat_template"] == "{{ 'old' }}"
+    else:
+        assert kept == tokenizer and jinja.is_file() == bool(template)
+        assert not template or jinja.read_text() == template
+
+
+Save = Callable[[Trainer, str], None]
+SAVES: dict[str, tuple[Save, str]] = {
+    "export": (Trainer.save_pretrained, "config.json"),
+    "checkpoint": (Trainer.save_checkpoint, "values.json"),
+}
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_saving_touches_no_folder_of_others(kind: str, tmp_path: Path, make_trainer: Make) -> None:
+    path, (save, own) = write_model(tmp_path / "model"), SAVES[kind]
+    trainer, parent = make_trainer(path), tmp_path / "mine"
+    for name in ("notes.txt", "data.json", "config.json/x", "out.partial/x", "out.before/x"):
+        (parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (parent / name).write_text("of the user")
+    before = {file: file.read_bytes() for file in parent.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=f"holds .*, which is no file of an? {kind}; name"):
+        save(trainer, str(parent))
+    for _ in range(2):
+        save(trainer, str(parent / "out"))
+    assert all(file.read_bytes() == content for file, content in before.items())
+    assert (parent / "out" / own).is_file()
+    names = {"notes.txt", "data.json", "config.json", "out.partial", "out.before", "out"}
+    assert {entry.name for entry in parent.iterdir()} == names
+
+
+def test_two_savers_of_one_directory_leave_one_whole_directory(
+    tmp_path: Path, make_trainer: Make
+) -> None:
+    make_trainer(write_model(tmp_path / "model"))  # opens the process group
+    place = tmp_path / "parent" / "out"
+    with checkpoint.whole_directory(str(place), ["n"], "a checkpoint") as first:
+        Path(first, "n").write_text("first")
+        with checkpoint.whole_directory(str(place), ["n"], "a checkpoint") as second:
+            Path(second, "n").write_text("second")
+        assert (place / "n").read_text() == "second"
+    assert (place / "n").read_text() == "first"
+    assert [entry.name for entry in place.parent.iterdir()] == ["out"]
+
+
+def test_export_into_the_own_directory_of_the_model_is_refused(
+    tmp_path: Path, make_trainer: Make
+) -> None:
     path = write_model(tmp_path / "model")
     trainer, before = make_trainer(path), contents(Path(path))
     with pytest.raises(ValueError, match="is the model's own directory; name another"):
         trainer.save_pretrained(path)
     assert contents(Path(path)) == before
-    (tmp_path / "work" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds checkpoints, which is no file of an export; name"):
-        trainer.save_pretrained(str(tmp_path / "work"))
-    assert (tmp_path / "work" / "checkpoints").is_dir()
 
 
 def test_exports_that_nothing_could_load_are_refused(tmp_path: Path, make_trainer: Make) -> None:

@@ -6,11 +6,13 @@ foreign directory executes nothing; torch's own format contains pickles.
 """
 
 import contextlib
+import glob
 import json
 import os
+import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 from trainer_bridge.models.files.moments_8bit import is_scales, requantize
 
 _VALUES = "values.json"
-_BEFORE = ".before"
+_OWN = ("*.safetensors", _VALUES)
+_PARTIAL, _BEFORE = ".partial", ".before"
 _FILE_BYTES = 2 << 30
 
 
@@ -51,10 +54,11 @@ def state(
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Save tensors and JSON values, replacing `directory`; a collective call.
 
-    All ranks must share the directory's filesystem.
+    All ranks must share the directory's filesystem. A ValueError names a file in `directory` that
+    is no part of a checkpoint.
     """
     text = json.dumps(values)  # fails before anything is written
-    with whole_directory(directory) as partial:
+    with whole_directory(directory, _OWN, "a checkpoint") as partial:
         writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
         with _unwrapped():
             dcp.save(dict(tensors), storage_writer=writer)
@@ -63,23 +67,34 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
 
 
 @contextlib.contextmanager
-def whole_directory(directory: str) -> Iterator[str]:
+def whole_directory(directory: str, own: Collection[str], what: str) -> Iterator[str]:
     """Replace `directory` as a whole if the block succeeds on all ranks; a collective call.
 
-    The block writes into the new directory, whose path is yielded. If the block fails on a rank,
-    the new directory is removed and every rank raises.
+    The block writes into a new directory, whose path is yielded. If the block fails on a rank, the
+    new directory is removed and every rank raises. A killed process leaves it, as
+    `DIRECTORY.*.partial`.
+
+    Args:
+        directory: The directory.
+        own: Patterns of the files that an older one may hold.
+        what: What the directory is, in messages.
+
+    Raises:
+        ValueError: The directory holds another file, which would be lost.
     """
     directory = os.path.abspath(directory)
-    partial = f"{directory}.partial"
+    # A name that nobody else has: two processes may write the directory at the same time.
+    partial = f"{directory}.{all_gather_plain(secrets.token_hex(8))[0]}{_PARTIAL}"
     try:
         with together():
             if _is_first():
-                _remove(partial)
+                _require_own(directory, own, what)
                 os.makedirs(partial)
         with together():
             yield partial
         with together():
             if _is_first():
+                _require_own(directory, own, what)
                 _replace(directory, partial)
     except BaseException:
         if _is_first():
@@ -215,7 +230,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _complete(directory: str) -> str:
     """Return the directory of a complete checkpoint, which a killed `_replace` may have renamed."""
-    for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
+    for place in (directory, *_replaced(directory)):
         if os.path.isfile(os.path.join(place, _VALUES)):
             return place
     raise ValueError(
@@ -241,13 +256,33 @@ def _replace(directory: str, partial: str) -> None:
 
     For a moment the old one has another name, under which `load` finds it, too.
     """
-    before = f"{directory}{_BEFORE}"
+    before = f"{partial.removesuffix(_PARTIAL)}{_BEFORE}"
     if os.path.isdir(directory):
-        _remove(before)
         os.rename(directory, before)
-    os.rename(partial, directory)
+    try:
+        os.rename(partial, directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.rename(before, directory)
+        raise
     sync(Path(directory).parent)
-    _remove(before)
+    for replaced in _replaced(directory):
+        _remove(replaced)
+
+
+def _replaced(directory: str) -> list[str]:
+    """Return the names under which a killed `_replace` may have left an earlier directory."""
+    path = Path(directory).absolute()
+    name = f"{glob.escape(path.name)}.{'[0-9a-f]' * 16}{_BEFORE}"
+    return sorted(map(str, path.parent.glob(name)))
+
+
+def _require_own(directory: str, own: Collection[str], what: str) -> None:
+    """Raise a ValueError if the directory holds a file that matches no pattern of `own`."""
+    for entry in Path(directory).iterdir() if os.path.exists(directory) else ():
+        if entry.is_dir() or not any(entry.match(pattern) for pattern in own):
+            rule = f"holds {entry.name}, which is no file of {what}"
+            raise ValueError(f"{directory} {rule}; name another directory")
 
 
 def _remove(directory: str) -> None:

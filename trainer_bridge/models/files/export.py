@@ -6,6 +6,7 @@ size. So no step holds the model twice.
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsaver.system.files import replace_text, sync
-from rollout.model import Stored, spellings, stored_buffers
+from rollout.model import Stored, spellings, stop_token_ids, stored_buffers
 from trainer_bridge.config import LoraConfig, TrainerConfig
 from trainer_bridge.errors import OtherWeights, listed, misfits
 from trainer_bridge.models.adapters.lora import (
@@ -39,8 +40,11 @@ from trainer_bridge.sync.writer import LowRank, scratch_for
 
 _FILE_BYTES = 2 << 30
 _KEPT = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _REPLACED = ("config.json", "adapter_config.json")  # also the index of the weights
-_ONLY_OF_MODELS = ("generation_config.json",)
+_GENERATION = "generation_config.json"  # only of models
+_TEMPLATE = "chat_template.jinja"  # where transformers reads it first
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HUB_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 
 
@@ -161,12 +165,18 @@ class CheckpointWeights:
 
 
 def export_checkpoint(
-    checkpoint_dir: str, directory: str, config: TrainerConfig, *, merge_adapters: bool = False
+    checkpoint_dir: str,
+    directory: str,
+    config: TrainerConfig,
+    *,
+    merge_adapters: bool = False,
+    chat_template: str | None = None,
 ) -> None:
     """Export a checkpoint as `Trainer.save_pretrained` exports the trainer.
 
     No GPU, no optimizer and no second copy of the model are needed. `config` names the model and
-    its dtypes. The checkpoint itself says whether the run trains adapters.
+    its dtypes. The checkpoint itself says whether the run trains adapters. `merge_adapters` and
+    `chat_template` are as of `Trainer.save_pretrained`.
 
     Raises:
         ValueError: The checkpoint is incomplete, belongs to another model, or cannot be exported
@@ -186,7 +196,8 @@ def export_checkpoint(
     runtime = Runtime.open("cpu")
     try:
         weights = CheckpointWeights(checkpoint_dir, config)
-        save_folder(directory, weights, merge_adapters=merge_adapters)
+        how: dict[str, Any] = {"merge_adapters": merge_adapters, "chat_template": chat_template}
+        save_folder(directory, weights, **how)
     finally:
         runtime.close()
 
@@ -197,12 +208,13 @@ def save_folder(
     dtype: torch.dtype | None = None,
     *,
     merge_adapters: bool = False,
+    chat_template: str | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
     """Save a model, or the adapters of one, as a Hugging Face folder; a collective call.
 
-    An older export is replaced as a whole or not at all. Rank 0 writes. `texts` are further JSON
-    files of a model, by name.
+    An older export is replaced as a whole or not at all. Rank 0 writes. `chat_template` is as of
+    `Trainer.save_pretrained`. `texts` are further files of a model, by name.
 
     Raises:
         ValueError: `merge_adapters` does not fit the model, or `directory` holds other files.
@@ -216,32 +228,56 @@ def save_folder(
         raise ValueError(f"{rule}; set merge_adapters=True to export the whole model")
     source = Path(config.model_dir)
     with checkpoint.together():
-        _check_replaceable(Path(directory), source)
+        if os.path.exists(directory) and source.samefile(directory):
+            raise ValueError(f"{directory} is the model's own directory; name another")
+        files = _template_files(source, chat_template)
         if config.lora is not None and not merge_adapters:
             entries = list(_adapter_entries(weights, dtype or config.torch_dtype))
-            text = json.dumps(peft_config(config.lora, _base_name(config.model_path)), indent=2)
-            kept = _kept_files(source, _ONLY_OF_MODELS)
-            folder = _Folder("adapter_model", math.inf, {"adapter_config.json": text}, kept)
+            described = _json(peft_config(config.lora, _base_name(config.model_path)))
+            files |= {"adapter_config.json": described, _GENERATION: None}
+            folder = _Folder("adapter_model", math.inf, files, _kept_files(source))
         else:
             dtype = dtype or config.torch_param_dtype
             entries = list(_model_entries(weights, dtype))
-            config_text = _config_text(source, weights.model, dtype)
-            files = {**(texts or {}), "config.json": config_text}
+            files |= {**(texts or {}), "config.json": _config_text(source, weights.model, dtype)}
+            files |= _generation_file(source)
             folder = _Folder("model", _FILE_BYTES, files, _kept_files(source))
-    with checkpoint.whole_directory(directory) as partial_directory:
+    own = {*_WEIGHTS, *_REPLACED, _GENERATION, _TEMPLATE, *files, *(k.name for k in folder.kept)}
+    with checkpoint.whole_directory(directory, own, "an export") as partial_directory:
         folder.write(Path(partial_directory), entries)
 
 
-def _check_replaceable(directory: Path, source: Path) -> None:
-    """Raise a ValueError if the directory has files that an export would not replace."""
-    if dist.get_rank() != 0 or not directory.exists():
-        return
-    if directory.samefile(source):
-        raise ValueError(f"{directory} is the model's own directory; name another")
-    for entry in directory.iterdir():
-        if not any(entry.match(pattern) for pattern in (*_KEPT, "*.safetensors")):
-            rule = f"holds {entry.name}, which is no file of an export"
-            raise ValueError(f"{directory} {rule}; name another directory")
+def _template_files(source: Path, template: str | None) -> dict[str, str | None]:
+    """Return the files, by name, that hold a chat template in place of the model's own.
+
+    A file with None is left out. With `template` None, the model's own files stay.
+    """
+    if template is None:
+        return {}
+    files: dict[str, str | None] = {_TEMPLATE: template or None, "chat_template.json": None}
+    tokenizer = source / "tokenizer_config.json"
+    settings = json.loads(tokenizer.read_text(encoding="utf-8")) if tokenizer.is_file() else {}
+    if settings.pop("chat_template", None) is not None:
+        files[tokenizer.name] = _json(settings)
+    return files
+
+
+def _generation_file(source: Path) -> dict[str, str | None]:
+    """Return generation_config.json if the model's lacks a token that ends the engine's answers."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
+    if (file := source / _GENERATION).is_file():
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    ends = settings.get("eos_token_id")
+    listed = [ends] if isinstance(ends, int) else ends or []
+    if not (missing := stop_token_ids(source).difference(listed)):
+        return {}
+    settings["eos_token_id"] = [*listed, *sorted(missing)]
+    return {file.name: _json(settings)}
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return f"{json.dumps(value, indent=2)}\n"
 
 
 class _Entry(NamedTuple):
@@ -259,7 +295,7 @@ class _Folder(NamedTuple):
 
     stem: str
     file_bytes: float
-    texts: Mapping[str, str]  # by file name
+    texts: Mapping[str, str | None]  # by file name; None leaves a kept file out
     kept: Sequence[Path]  # to copy
 
     def write(self, directory: Path, entries: Sequence[_Entry]) -> None:
@@ -281,10 +317,13 @@ class _Folder(NamedTuple):
         texts = dict(self.texts)
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-            texts[f"{self.stem}.safetensors.index.json"] = json.dumps(index, indent=2)
+            texts[f"{self.stem}.safetensors.index.json"] = _json(index)
         for name, text in texts.items():
-            replace_text(directory / name, f"{text}\n")
+            if text is not None:
+                replace_text(directory / name, text)
         for file in self.kept:
+            if file.name in texts:
+                continue
             shutil.copyfile(file, directory / file.name)
             sync(directory / file.name)
 
@@ -382,17 +421,16 @@ def _config_text(source: Path, model: nn.Module, dtype: torch.dtype) -> str:
     fields["dtype"] = str(dtype).removeprefix("torch.")
     if "torch_dtype" in fields:  # the older name of the key
         fields["torch_dtype"] = fields["dtype"]
-    return json.dumps(fields, indent=2)
+    return _json(fields)
 
 
-def _kept_files(source: Path, dropped: Sequence[str] = ()) -> list[Path]:
+def _kept_files(source: Path) -> list[Path]:
     """Return the files to copy: tokenizer, chat template and other settings of the model."""
-    unwanted = {*_REPLACED, *dropped}
     files = chain.from_iterable(source.glob(pattern) for pattern in _KEPT)
     return sorted(
         file
         for file in files
-        if file.name not in unwanted and not file.name.endswith(".index.json")
+        if file.name not in _REPLACED and not file.name.endswith(".index.json")
     )
 
 
