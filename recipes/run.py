@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
-from recipes.config.load import find_recipe, load
+from recipes.config.load import find_recipe, load, load_saved
 from recipes.config.recipe import Recipe, batching, keeping, switching
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.logs.delivery import Trackers
@@ -82,11 +82,11 @@ def continue_run(
         RunError: The run failed.
     """
     check_holds_run("--resume", run_dir)
-    saved_file, option = run_dir / "recipe.yaml", f"--resume {run_dir}"
-    folder = RunFolder(run_dir)
+    folder, option = RunFolder(run_dir), f"--resume {run_dir}"
     with at_work(run_dir), ExitStack() as stack:
         with _standing_noted(folder):
-            saved, recipe = load(saved_file), load(recipe_path or saved_file, overrides)
+            saved = load_saved(run_dir)
+            recipe = load(recipe_path or run_dir / "recipe.yaml", overrides)
             if key := _first_difference(saved, recipe, MAY_CHANGE):
                 rule = "differs from the run's own recipe.yaml; start a new run instead"
                 raise RecipeError(f"{option}: {key}: {rule}")

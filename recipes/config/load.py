@@ -60,6 +60,47 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def load_saved(run_dir: Path) -> Recipe:
+    """Read the recipe that a run wrote into its folder.
+
+    Raises:
+        RecipeError: As of `load`, or the file has a reference. A run writes none, and in somebody
+            else's folder a reference could name variables of this user's environment.
+    """
+    file = run_dir / "recipe.yaml"
+    for text in _texts(saved_values(file)):
+        if _REFERENCE.search(text):
+            rule = f"holds the reference {shown(text, 60)}, which no run writes"
+            raise RecipeError(f"{file}: {rule}; replace the reference by a value")
+    return load(file)
+
+
+def saved_values(file: Path) -> dict[str, Any]:
+    """Return the values of a recipe's file as they are written, with references unresolved."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        if not isinstance(values, dict):
+            raise ValueError("must be a mapping of keys to values")
+    except (YAMLError, OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{file}: {one_line(error)}; restore the file of the run") from None
+    return values
+
+
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `_literal` writes `\${` for the text `${`
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts among nested values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
 @functools.cache
 def _adapter() -> TypeAdapter[Recipe]:
     """Return pydantic's checks of a recipe, which take as long to build as a recipe to read."""

@@ -8,10 +8,9 @@ from operator import truediv
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
+from recipes.config.load import saved_values
 from recipes.errors import RecipeError, one_line, writable
 from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
 from recipes.logs.run_folder import (
@@ -25,6 +24,7 @@ from recipes.logs.run_folder import (
 )
 
 TEMPLATE = Path(__file__).with_name("page.html")
+ABOUT = ("algorithm", "task", "driver", "device")  # keys of the recipe at the top of the page
 DEVICE = "device"  # name of the whole device among measured processes
 WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be above and below the measured peak
 
@@ -58,13 +58,14 @@ def render_page(path: Path) -> str:
     from recipes.logs.pictures import data_uri, draw_reward
 
     run = Run(rows=whole_rows(path / "metrics.jsonl"))
-    recipe, memory = OmegaConf.load(path / "recipe.yaml"), path / "memory.png"
-    names = ("algorithm", "task.name", "driver", "device")
+    recipe, memory = saved_values(path / "recipe.yaml"), path / "memory.png"
+    task = recipe.get("task")
+    named = recipe | {"task": task.get("name") if isinstance(task, dict) else task}
     engine = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return engine.from_string(TEMPLATE.read_text()).render(
         name=path.resolve().name,
-        about=[value for name in names if (value := OmegaConf.select(recipe, name))],
-        steps=OmegaConf.select(recipe, "steps"),
+        about=[value for name in ABOUT if (value := named.get(name))],
+        steps=recipe.get("steps"),
         run=run,
         figures=key_figures(run),
         reward=data_uri(draw_reward(run)),

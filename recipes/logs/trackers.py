@@ -89,16 +89,29 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def markdown(samples: Sequence[Sample]) -> str:
-    """Return samples as a Markdown table, with long texts cut."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, samples)]
-    return "".join(f"| {' | '.join(map(_in_cell, line))} |\n" for line in lines)
+    """Return samples as a Markdown table, with long texts cut; no text is markup or a link."""
+    lines = [list(map(_in_cell, line)) for line in (COLUMNS, *map(cells, samples))]
+    lines.insert(1, ["---"] * len(COLUMNS))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _in_cell(value: Any) -> str:
-    text = "" if value is None else cut(str(value))
-    # No quotation by backquotes: a text of the model could end it.
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-    return text.replace("\n", "<br>")
+    text = "" if value is None else _unlinked(cut(str(value)))
+    # All punctuation: viewers differ in what they take as markup.
+    text = re.sub(r"[!-/:-@\[-`{-~]", lambda mark: f"&#{ord(mark[0])};", text)
+    return re.sub(r"\r\n|[\r\n]", "<br>", text)
+
+
+def _unlinked(text: str) -> str:
+    """Return a text with a zero-width space in each address, which viewers would make a link."""
+    return re.sub(r"(?i)://|www\.|mailto:|@", lambda part: f"{part[0][0]}\u200b{part[0][1:]}", text)
+
+
+def plain_text(value: Any) -> str:
+    """Return a cell's text, which no viewer makes a link and no spreadsheet calculates."""
+    text = _unlinked(str(value))
+    number = re.fullmatch(r"\s*[+-]?[\d.,]+(e[+-]?\d+)?\s*", text, re.IGNORECASE)
+    return f"'{text}" if text.lstrip()[:1] in tuple("=+-@＝＋－＠") and not number else text
 
 
 class TensorBoardTracker(Tracker):
@@ -199,7 +212,7 @@ class WandbTracker(Tracker):
         if self._name == "swanlab":
             table = self._library.Text(markdown(samples))
         else:
-            data = [list(map(str, cells(sample))) for sample in samples]
+            data = [list(map(plain_text, cells(sample))) for sample in samples]
             table = self._library.Table(columns=list(COLUMNS), data=data)
         self._log({f"samples/{samples[0]['kind']}": table}, step)
 

@@ -144,6 +144,31 @@ def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    ["algorithm: ${oc.env:MY_TOKEN}", "task: {name: '${oc.env:MY_TOKEN}'}", "model: {path: 'a${oc.env:MY_TOKEN}'}",
+     "task: '${oc.env:MY_TOKEN}'", "eval: {sets: [{data: '\\\\${oc.env:MY_TOKEN}'}]}"],
+)  # fmt: skip
+def test_no_command_reads_variables_for_somebody_elses_folder(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret of the reader")
+    (tmp_path / "recipe.yaml").write_text(f"steps: 1\n{recipe}\n")
+    (tmp_path / "mismatch").mkdir()
+    assert main(["report", str(tmp_path)]) == 0
+    run = str(tmp_path)
+    for words in (
+        ["export", run, "--to", f"{run}/o"],
+        ["trace-mismatch", run],
+        ["run", "--resume", run],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert "holds the reference" in said.err and "secret" not in said.err + said.out
+    texts = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert b"secret of" not in b"".join(texts)
+
+
 def test_page_of_a_killed_run_shows_the_available_data(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "killed", steps=3, done=2)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -20,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import markdown as python_markdown
+import markdown_it
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,9 +32,16 @@ import recipes
 from recipes.cli import main
 from recipes.logs import delivery
 from recipes.logs.delivery import Trackers
-from recipes.logs.recorded_samples import read_samples
+from recipes.logs.recorded_samples import COLUMNS, read_samples
 from recipes.logs.run_folder import RunFolder, new_folder, whole_rows
-from recipes.logs.trackers import TensorBoardTracker, Tracker, figures_of, make_tracker, markdown
+from recipes.logs.trackers import (
+    TensorBoardTracker,
+    Tracker,
+    figures_of,
+    make_tracker,
+    markdown,
+    plain_text,
+)
 from recipes.run import continue_run, start_run
 from tests.helpers.peers import Peer
 from tests.helpers.ray_cluster import until
@@ -151,10 +162,37 @@ def test_figures_are_all_numbers_of_a_row_by_path() -> None:
     assert figures_of(eval_row(2, 0.5)) == {"eval/correct": 0.5, "eval/problems": 16.0}
 
 
-def test_markdown_of_samples_keeps_its_cells_and_starts_no_tag() -> None:
-    head, line, row = markdown([SAMPLE]).splitlines()
-    assert head.count("|") == line.count("|") == row.replace("\\|", "").count("|")
-    assert "b \\| &lt;script><br>b" in row
+TEXTS = st.lists(
+    st.sampled_from(
+        ["<script>", "[a](http://b.c)", "![a](//b)", "`", "|", "\\", "*a*", "\r", "\n", "&lt;"]
+    )
+    | st.sampled_from(["www.b.c", "a@b.c", "<http://b>", "=HYPERLINK(1)", "-1", "__", "$x$", "#"])
+    | st.text(max_size=3)
+).map("".join)
+
+
+@given(TEXTS, st.sampled_from([str.lower, str.upper]))
+def test_answer_in_a_table_of_a_tracker_is_text_only(
+    text: str, cased: Callable[[str], str]
+) -> None:
+    """Render by two Markdown libraries, and read the text back, but for control characters."""
+    text = "".join(c for c in cased(text) if c.isprintable() or c in "\r\n")
+    table = markdown([{**SAMPLE, "completion": f"a{text}b"}])
+    ours = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").render(table)
+    for page in (ours, python_markdown.markdown(table, extensions=["tables"])):
+        assert {*re.findall(r"<(\w+)", page)} <= {"table", "thead", "tbody", "tr", "th", "td", "br"}
+        cell = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)[COLUMNS.index("completion")]
+        shown = html.unescape(re.sub(r"<br ?/?>\n?", "\n", cell)).replace("\u200b", "")
+        lines = re.sub(r"\r\n|\r", "\n", text).replace("\u200b", "")
+        assert shown == f"a{lines}b"
+        assert not re.search(r"(?i)://|www\.|a@b", html.unescape(page))
+
+
+@pytest.mark.parametrize("start", ["", " ", "\t", "\n"])
+@pytest.mark.parametrize("text", ["=1+1", "@SUM(1)", "+cmd|' /C calc'!A0", "-2+3", "＝1"])
+def test_answer_in_a_table_is_no_formula_of_a_spreadsheet(start: str, text: str) -> None:
+    assert plain_text(start + text)[0] == "'"
+    assert [plain_text(number) for number in ("-3", "+1.5e-3", -2.5)] == ["-3", "+1.5e-3", "-2.5"]
 
 
 def deliver(folder: Path, names: list[str], session: Sequence[Mapping[str, Any]] = ROWS) -> None:
