@@ -146,9 +146,14 @@ def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["algorithm: ${oc.env:MY_TOKEN}", "task: {name: '${oc.env:MY_TOKEN}'}", "model: {path: 'a${oc.env:MY_TOKEN}'}",
-     "task: '${oc.env:MY_TOKEN}'", "eval: {sets: [{data: '\\\\${oc.env:MY_TOKEN}'}]}"],
-)  # fmt: skip
+    [
+        "algorithm: ${oc.env:MY_TOKEN}",
+        "task: {name: '${oc.env:MY_TOKEN}'}",
+        "model: {path: 'a${oc.env:MY_TOKEN}'}",
+        "task: '${oc.env:MY_TOKEN}'",
+        "eval: {sets: [{data: '\\\\${oc.env:MY_TOKEN}'}]}",
+    ],
+)
 def test_no_command_reads_variables_for_somebody_elses_folder(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
