@@ -15,6 +15,7 @@ from rollout.actor_base import ActorBase
 from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.errors import SyncError
+from trainer_bridge.remote import actor as remote_actor
 from trainer_bridge.remote.actor import RemoteRollout, dispatch_prompts
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup, node_addresses
 
@@ -44,6 +45,12 @@ def start(*ranks: int) -> list[RemoteActor]:
         def wait(self, *files: str | None) -> None:
             while (name := files[self.rank]) and not os.path.exists(name):
                 time.sleep(0.05)
+
+        def abort_update(self, reason: str) -> None:
+            self.reason = reason
+
+        def unavailable_reason(self) -> str | None:
+            return getattr(self, "reason", None)
 
     actor: Any = ray.remote(num_cpus=0)(Echo)
     return [RemoteActor(actor.remote(rank), f"trainer[{rank}]") for rank in ranks]
@@ -153,6 +160,19 @@ def test_actor_that_waits_for_a_lost_node_ends_the_call(
     ):
         RemoteGroup([waiting], SECONDS).call("wait", str(tmp_path / "release"))
     (tmp_path / "release").touch()
+
+
+def test_abort_waits_briefly_for_a_busy_engine_and_precedes_its_next_call(
+    ranks: list[RemoteActor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_actor, "GRACE_SECONDS", 0.5)
+    rollout, file = RemoteRollout(ranks, SECONDS), tmp_path / "go"
+    ranks[1].start("wait", None, str(file))
+    started = time.monotonic()
+    rollout.abort_update("a rank is lost")
+    assert time.monotonic() - started < SECONDS / 4
+    file.touch()
+    assert rollout.call_all("unavailable_reason") == ["a rank is lost"] * 2
 
 
 def test_dead_actor_ends_the_call_of_its_group(ranks: list[RemoteActor], tmp_path: Path) -> None:

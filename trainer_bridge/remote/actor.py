@@ -5,6 +5,7 @@ Handles and actors (`ActorBase.call`) forward calls by method name. ray is impor
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -18,9 +19,9 @@ from rollout.serving import for_each
 from rollout.tag_names import TAGS
 from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.errors import ActorDied
+from trainer_bridge.errors import ActorDied, ActorTimeout
 from trainer_bridge.offload import reserve_offload
-from trainer_bridge.remote.group import RemoteActor, RemoteGroup
+from trainer_bridge.remote.group import GRACE_SECONDS, RemoteActor, RemoteGroup
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
@@ -250,6 +251,15 @@ class RemoteRollout(RemoteGroup):
         except ActorDied as error:
             return error
         return None
+
+    def abort_update(self, reason: str) -> None:
+        """Let the engines refuse to serve; see `Engine.abort_update`. No lost engine is replaced.
+
+        An engine may wait for a lost rank of the update. It aborts when that call ends, before any
+        later call, so the wait for it here is short.
+        """
+        with contextlib.suppress(ActorTimeout):
+            RemoteGroup(self.ranks, GRACE_SECONDS).call_all("abort_update", reason)
 
     def sleep(self, level: int = 1, *, tags: Sequence[str] | None = None, **how: Any) -> None:
         """Release the memory of tags on devices of the trainer; see `Engine.sleep`."""
