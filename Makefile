@@ -6,7 +6,7 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-losses bench-gate
 
-.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist plans soak test-gpu $(BENCHES) clean
+.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist plans soak test-gpu test-gpus $(BENCHES) clean
 
 # Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it. Where
 # the environment forbids it, each of a hundred processes would compile torch and sympy anew.
@@ -95,10 +95,15 @@ plans: setup
 GPU := PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY)
 OUT ?= runs/benchmarks
 
-# What counts a device's bytes runs by itself, the rest beside each other.
+# What counts a device's bytes runs by itself, the rest beside each other. Two cards need half of the time, with
+# CUDA_VISIBLE_DEVICES=0 make test-gpu PART=1/2 on one and PART=2/2 on the other; then test-gpus, for tests that need both.
+PART ?= 1/1
 test-gpu:
-	$(GPU) -m pytest -m "gpu and alone"
-	$(GPU) -m pytest -m "gpu and not alone" -n 14 --no-loadscope-reorder
+	$(GPU) -m pytest -m "gpu and alone" --part $(PART)
+	$(GPU) -m pytest -m "gpu and not alone" --part $(PART) -n 14 --no-loadscope-reorder
+
+test-gpus:
+	$(GPU) -m pytest -m gpus
 
 # Full counts of every soak test, on the CPU and, where there is one, on the GPU.
 soak:

@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run tests marked `extended`, and full matrices of cases",
     )
+    parser.addoption("--part", default="1/1", help="of the tests, as 1/2: files by their limits")
     parser.addoption("--soak", action="store_true", help="run soak tests with their full counts")
 
 
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k, so that parts divide what is left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Exclude tests that this run or machine is not for, and sort the others.
 
@@ -56,6 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     packages with long files, so that the workers end together.
     """
     wanted = [item for item in items if _wanted(item, config.getoption("--all"))]
+    wanted = case_selection.part(wanted, config.getoption("--part"))
     if len(wanted) < len(items):
         kept = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

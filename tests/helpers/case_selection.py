@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 _soak = False
 _whole = False
@@ -17,6 +21,26 @@ def choose(*, soak: bool, whole: bool) -> None:
     """Set the selection; conftest calls this before test modules are imported."""
     global _soak, _whole
     _soak, _whole = soak, whole
+
+
+def part(items: list[pytest.Item], which: str) -> list[pytest.Item]:
+    """Return the tests of part I of N ("I/N"): each file is in one part, whatever the order.
+
+    A test weighs as much as its own time limit, by default a minute, because only long tests have
+    one. Files go by descending weight to the part with the least.
+    """
+    number, parts = map(int, which.split("/"))
+    weights = Counter[Path]()
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        weights[item.path] += limit.args[0] if limit else 60
+    loads, chosen = [0.0] * parts, set[Path]()
+    for file, weight in sorted(weights.items(), key=lambda entry: (-entry[1], entry[0])):
+        place = loads.index(min(loads))
+        loads[place] += weight
+        if place == number - 1:
+            chosen.add(file)
+    return [item for item in items if item.path in chosen]
 
 
 def rounds(short: int, full: int) -> int:

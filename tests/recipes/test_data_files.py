@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 import recipes
@@ -23,8 +25,6 @@ from recipes.setup.preparation import prepare
 from recipes.tasks import Problem, Task, make_task, make_tasks
 from tests.helpers.recipes.data_hub import GATED, serve_data_sets
 from tests.helpers.recipes.tiny_runs import rows
-
-pyarrow = pytest.importorskip("pyarrow")  # GPU machines may lack it
 
 Row = dict[str, Any]
 SUMS = [{"prompt": f"{a} + {b} =", "answer": a + b, "level": a} for a in range(9) for b in range(9)]
@@ -46,7 +46,7 @@ def write_csv(file: Path, table: list[Row]) -> None:
 
 
 def write_parquet(file: Path, table: list[Row]) -> None:
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(table), file)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), file)
 
 
 WRITERS: dict[str, Callable[[Path, list[Row]], None]] = {

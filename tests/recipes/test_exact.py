@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
 from recipes.config.load import load
 from recipes.errors import RecipeError
 from recipes.run import continue_run, start_run
-from tests.helpers.recipes.tiny_runs import MakeRun, rows, same_rows
+from tests.helpers.recipes.tiny_runs import EXACT_SMOLLM2, MakeRun, exported, rows, same_rows
 from tests.helpers.trainer_bridge.states import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -24,18 +22,7 @@ SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0", "
 MIXTURE = "model.config.model_type=qwen3_moe model.config.num_experts=8 "
 MIXTURE += "model.config.num_experts_per_tok=2 model.config.moe_intermediate_size=32 "
 MIXTURE += "model.dtype=bfloat16 trainer.router_aux_loss_coef=0.001 grpo.router_replay=true"
-FIFTY = ("model.shape=smollm2-135m", "driver=inprocess", "exact=true", "steps=50")
-FIFTY += (SMALL[5], "task.workers=0", "trainer.learning_rate=0.001")
-FIFTY += ("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "sampling.max_tokens=128")
-FIFTY += ("trainer.micro_batch_size=64", "checkpoint.every=25", "checkpoint.export_every=0")
-OTHER_BATCHES = "engine.max_running=100 engine.max_prefill_tokens=300"
 INVARIANT = "trainer.batch_invariant=true", "trainer.keep_unsharded=true"
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    last = rows(folder, "train")[-1]["step"]
-    (file,) = (folder / "exports" / f"step_{last}").glob("*.safetensors")
-    return load_file(file)
 
 
 @pytest.mark.parametrize("words", ["model.dtype=float32", "model.dtype=bfloat16", MIXTURE])
@@ -62,7 +49,7 @@ def test_every_step_is_exact(words: str, make_run: MakeRun) -> None:
 def test_run_ends_with_the_same_bits(words: str, make_run: MakeRun, tmp_path: Path) -> None:
     folder = make_run("tiny", *SMALL, "model.dtype=float32")
     start_run("tiny", (*SMALL, "model.dtype=float32", *words.split()), tmp_path / "run")
-    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+    assert_same_bits(exported(folder), exported(tmp_path / "run"))
 
 
 def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) -> None:
@@ -70,7 +57,7 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
     start_run("tiny", (*SMALL, "model.dtype=float32", "steps=2"), tmp_path / "run")
     continue_run(tmp_path / "run", None, ["steps=3"])
     assert same_rows(folder, tmp_path / "run")
-    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+    assert_same_bits(exported(folder), exported(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +74,7 @@ def test_run_with_other_micro_batches_ends_with_the_same_bits(
     changes = (*SMALL, *INVARIANT, "model.dtype=bfloat16")
     folder = make_run("tiny", *changes)
     start_run("tiny", (*changes, *words.split()), tmp_path / "run")
-    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+    assert_same_bits(exported(folder), exported(tmp_path / "run"))
 
 
 @pytest.mark.gpu
@@ -95,28 +82,11 @@ def test_run_with_other_micro_batches_ends_with_the_same_bits(
 def test_steps_with_other_micro_batches_on_a_gpu_end_with_the_same_bits(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
-    changes = (*FIFTY, *INVARIANT, "steps=20")
+    changes = (*EXACT_SMOLLM2, *INVARIANT, "steps=20")
     folder = make_run("qwen2.5-0.5b", *changes)
     start_run("qwen2.5-0.5b", (*changes, "trainer.micro_batch_size=24"), tmp_path / "run")
     assert all(0 == row["unequal_tokens"] < row["grad_norm"] for row in rows(folder, "train"))
-    assert_same_bits(weights(folder), weights(tmp_path / "run"))
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("words", [OTHER_BATCHES, "steps=25"])
-def test_fifty_steps_on_a_gpu_end_with_the_same_bits(
-    words: str, make_run: MakeRun, tmp_path: Path
-) -> None:
-    """Train the shape of SmolLM2-135M with random weights; a run of 25 steps is resumed."""
-    folder = make_run("qwen2.5-0.5b", *FIFTY)
-    start_run("qwen2.5-0.5b", (*FIFTY, *words.split()), tmp_path / "run")
-    if words.startswith("steps"):
-        continue_run(tmp_path / "run", None, ["steps=50"])
-    steps = rows(folder, "train")
-    assert len(steps) == 50 and all(0 == row["unequal_tokens"] < row["grad_norm"] for row in steps)
-    assert same_rows(folder, tmp_path / "run")
-    assert_same_bits(weights(folder), weights(tmp_path / "run"))
+    assert_same_bits(exported(folder), exported(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -23,7 +24,9 @@ from recipes.tasks.gym import signed_terms
 from recipes.tasks.toy import TOY_WORDS
 from tests.helpers.case_selection import some
 
-DATASETS = pytest.importorskip("reasoning_gym.factory").DATASETS  # GPU machines may lack it
+HAS_GYM = importlib.util.find_spec("reasoning_gym") is not None  # GPU machines may lack it
+DATASETS = importlib.import_module("reasoning_gym.factory").DATASETS if HAS_GYM else {}
+with_gym = pytest.mark.skipif(not HAS_GYM, reason="reasoning-gym is not installed")
 
 
 def sums(digits: int, terms: int = 2, **more: Any) -> ProblemSection:
@@ -34,6 +37,7 @@ def sums(digits: int, terms: int = 2, **more: Any) -> ProblemSection:
         "min_digits": digits,
         "max_digits": digits,
     }
+    pytest.importorskip("reasoning_gym")
     name = "reasoning_gym:chain_sum"
     return ProblemSection(name=name, parameters=parameters, extract="number", **more)
 
@@ -144,18 +148,21 @@ def drawn_in_new_processes(*words: str) -> list[dict[str, list[str]]]:
     return [json.loads(command.communicate()[0]) for command in commands]
 
 
+@with_gym
 @pytest.mark.extended
 def test_generators_that_follow_hashes_draw_the_same_in_every_process() -> None:
     first, second = drawn_in_new_processes("hashed", "2")
     assert first == second and len(first) == 5
 
 
+@with_gym
 @pytest.mark.extended
 def test_all_other_generators_draw_the_same_in_every_process() -> None:
     first, second = drawn_in_new_processes("others", "10")
     assert [name for name in first if first[name] != second[name]] == []
 
 
+@with_gym
 @pytest.mark.parametrize(
     ("name", "parameters", "expected"),
     [
@@ -185,6 +192,7 @@ def test_generator_that_cannot_be_made_is_refused_in_one_line(
     assert expected in str(raised.value) and "\n" not in str(raised.value)
 
 
+@with_gym
 def test_slow_generator_tells_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

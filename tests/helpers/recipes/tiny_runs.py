@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from recipes.logs.monitor import Monitor
 from recipes.run import start_run
@@ -25,6 +27,14 @@ CLOCK_FIGURES = (  # these differ between runs of one recipe
     "memory",
     "peaks",
     "hidden_seconds",
+)
+
+EXACT_SMOLLM2 = (  # random weights
+    *("model.shape=smollm2-135m", "driver=inprocess", "exact=true", "task.workers=0"),
+    "task.rewards=[tests.helpers.recipes.reward_functions:kept]",
+    *("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "sampling.max_tokens=128"),
+    *("trainer.micro_batch_size=64", "trainer.learning_rate=0.001"),
+    *("checkpoint.every=25", "checkpoint.export_every=0", "eval.every=0", "steps=50"),
 )
 
 Row = dict[str, Any]
@@ -51,6 +61,13 @@ def without_clock(measured: Iterable[Row]) -> list[Row]:
 
 def same_rows(first: Path, second: Path, until: int | None = None) -> bool:
     return without_clock(rows(first, until=until)) == without_clock(rows(second, until=until))
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """Return the weights that a run exported after its last step."""
+    last = rows(folder, "train")[-1]["step"]
+    (file,) = (folder / "exports" / f"step_{last}").glob("*.safetensors")
+    return load_file(file)
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
