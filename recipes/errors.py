@@ -27,13 +27,15 @@ class RunError(RuntimeError):
     Args:
         stage: Stage that failed; also an attribute.
         cause: Cause of the failure; also an attribute.
-        remedy: What the user can do; only in the message. None: the message ends with the cause.
+        remedy: What the user can do; also an attribute. None: the message ends with the cause.
     """
 
     def __init__(self, stage: str, cause: str, remedy: str | None = None) -> None:
-        self.stage = stage
-        self.cause = cause
-        super().__init__(f"{stage} failed: {cause}" + (f"; {remedy}" if remedy else ""))
+        super().__init__(stage, cause, remedy)  # All arguments, so that it can be unpickled.
+        self.stage, self.cause, self.remedy = stage, cause, remedy
+
+    def __str__(self) -> str:
+        return f"{self.stage} failed: {self.cause}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class LostWorker(RunError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from memsaver import StateError
 from tests.helpers.case_selection import rounds
-from trainer_bridge import ActorDied, Cycle, CycleError, RankFailed
+from trainer_bridge import ActorDied, Cycle, CycleError
 from trainer_bridge.cycle import POISONING, TRANSITIONS
-from trainer_bridge.errors import SyncError
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
@@ -408,20 +406,6 @@ def test_interrupt_poisons_rollout_and_is_raised_unwrapped() -> None:
         cycle.to_rollout(1)
     assert cycle.state == "failed"
     assert world.reason is not None and "sync_weights" in world.reason
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        CycleError("sync_weights", ValueError("digests differ")),
-        SyncError("write", "rank 1: OSError: gone"),
-        RankFailed("trainer[1]", "sync_weights", OSError("gone")),
-        ActorDied("trainer", "sync_weights", "died"),
-    ],
-)
-def test_errors_survive_pickling(error: Exception) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert str(copy) == str(error) and copy.__dict__.keys() == error.__dict__.keys()
 
 
 class Walk(RuleBasedStateMachine):

@@ -139,6 +139,8 @@ def _obstacle(layer: Any, active: str) -> str | None:
 
 
 def _adapter(name: str, layer: Any, active: str) -> Adapter:
+    if layer.disable_adapters:
+        raise ValueError(f"the adapter of {name} is off; call enable_adapter_layers() first")
     if layer.merged:
         merged = ", ".join(layer.merged_adapters)
         raise ValueError(f"{name} contains adapter {merged}; call unmerge_adapter() first")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memsaver import StateError
-from rollout import EngineConfig, SamplingParams, StreamingEngine
+from rollout import Completion, EngineConfig, SamplingParams, StreamingEngine
 from rollout.model import load_model_config
 from tests.helpers.models import save_tiny
 from trainer_bridge.adoption.verl.engine_rank import pool_tokens
@@ -68,6 +68,30 @@ def test_request_whose_caller_left_leaves_the_engine(engine: StreamingEngine) ->
         assert engine.stats.computed_tokens < 200
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("by_caller", [True, False])
+def test_name_of_a_cancelled_request_is_free_before_the_engine_notices(
+    by_caller: bool, engine: StreamingEngine
+) -> None:
+    async def run() -> None:
+        loop, _ = loop_over(engine)
+        asked = [asyncio.ensure_future(loop.answer("same", [5, 6], LONG))]
+        for _ in range(3):
+            await asyncio.sleep(0)
+            if by_caller:
+                asked[-1].cancel()
+                await asyncio.sleep(0)
+            else:
+                assert loop.cancel("same") == ["same"] and loop.cancel("same") == []
+            asked.append(asyncio.ensure_future(loop.answer("same", [5, 6], SHORT)))
+        *left, last = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(last, Completion) and len(last.token_ids) == 4
+        ended = asyncio.CancelledError if by_caller else Completion
+        assert all(isinstance(result, ended) for result in left)
+
+    asyncio.run(run())
+    engine.check_integrity()
 
 
 def test_error_of_the_engine_reaches_every_request(engine: StreamingEngine) -> None:

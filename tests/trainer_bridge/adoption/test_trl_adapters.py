@@ -126,6 +126,11 @@ def test_other_kinds_several_active_and_merged_adapters_are_refused(generation: 
     assert_refused(generation, model, "active adapters are default, more; activate one")
     model.set_adapter("default")
     use(generation, model)
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match="is off; call enable_adapter_layers"),
+    ):
+        generation.sync_weights()
     model.merge_adapter()
     with pytest.raises(ValueError, match="contains adapter default; call unmerge_adapter"):
         generation.sync_weights()

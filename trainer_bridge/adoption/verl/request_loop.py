@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,6 +30,10 @@ class RequestLoop:
         self._arrivals: list[Arrival] = []
         self._cancelled: list[str] = []
         self._open: dict[str, asyncio.Future[Completion]] = {}
+        # The engine has a request until it notices the cancellation; its client may ask again under
+        # the same name before that. So the engine's keys are numbers.
+        self._numbers = itertools.count()
+        self._keys: dict[str, str] = {}  # by name, of requests that nobody has cancelled
         self._task: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -38,20 +43,21 @@ class RequestLoop:
             self._thread, partial(self._call, method, *args, **kwargs)
         )
 
-    async def answer(self, key: str, prompt: list[int], params: SamplingParams) -> Completion:
+    async def answer(self, name: str, prompt: list[int], params: SamplingParams) -> Completion:
         """Return the first sample of a request, once it has ended.
 
         Args:
-            key: Name of the request, unique among the unfinished ones.
+            name: Name of the request, unique among those that are unfinished and not cancelled.
             prompt: Token ids.
             params: Sampling parameters.
 
         Raises:
-            ValueError: The key is taken, or the request can never be answered.
+            ValueError: The name is taken, or the request can never be answered.
             StateError: Names why the engine is unavailable.
         """
-        if key in self._open:
-            raise ValueError(f"request {key} is unfinished; give each request a name of its own")
+        if name in self._keys:
+            raise ValueError(f"request {name} is unfinished; give each request a name of its own")
+        key = self._keys[name] = str(next(self._numbers))
         future = self._open[key] = asyncio.get_running_loop().create_future()
         self._arrivals.append(Arrival(key=key, prompt=prompt, params=params))
         if self._task is None or self._task.done():
@@ -59,13 +65,19 @@ class RequestLoop:
         try:
             return await future
         except asyncio.CancelledError:
-            self.cancel(key)
+            self._cancelled.append(key)
             raise
+        finally:
+            if self._keys.get(name) == key:
+                del self._keys[name]
 
-    def cancel(self, *keys: str) -> list[str]:
-        """End unfinished requests (none given: all) with their present answers; return the keys."""
-        chosen = [key for key in keys or self._open if key in self._open]
-        self._cancelled += chosen
+    def cancel(self, *names: str) -> list[str]:
+        """End unfinished requests (none given: all) with their present answers; return the names.
+
+        Their names are free from now on.
+        """
+        chosen = [name for name in names or [*self._keys] if name in self._keys]
+        self._cancelled += [self._keys.pop(name) for name in chosen]
         return chosen
 
     async def drained(self) -> None:
