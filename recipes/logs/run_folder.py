@@ -4,7 +4,7 @@
     metrics.jsonl       a line for each step (kind "train") and evaluation (kind "eval")
     samples.jsonl       some answers of each row of metrics.jsonl
     trackers.jsonl      rows that trackers have, and their names of the run
-    trace.json          stages and memory as a Chrome trace (ui.perfetto.dev)
+    trace.json          stages and memory of the last steps as a Chrome trace (ui.perfetto.dev)
     environment.json    date, host, GPUs and versions
     plan.json           the plan of the run's memory, if its switch was planned
     outside.json        with a hosted engine, bytes outside of the planned tags at the start
@@ -65,6 +65,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system wit
 _EXTRA = ("evaluate", "refresh_reference", "save_checkpoint", "export")
 ROLLOUT_GPU = " (engine's GPU)"  # ends the name of a stage on a GPU without a trainer rank
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
+KEPT_ROWS = 1000  # newest rows whose spans, events and bulky figures stay in memory
 FIRST = ("reward", "reward_std", "correct")  # in tables
 QUALITIES = ("correct", "avg@", "pass@")  # beginnings of names of shares of right answers
 
@@ -88,9 +89,9 @@ class Run:
     """Record of a run.
 
     Attributes:
-        rows: Rows of metrics.jsonl.
-        spans: Stages and steps.
-        events: Memory events by owner.
+        rows: Rows of metrics.jsonl; old ones without their bulky figures.
+        spans: Stages and steps, of the newest rows.
+        events: Memory events by owner, of the newest rows.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -111,6 +112,20 @@ class Run:
         """Return the rows of training steps that have a value for every given key."""
         rows = [row for row in self.rows if row["kind"] == "train"]
         return [row for row in rows if None not in map(row.get, keys)]
+
+    def forget_old(self) -> None:
+        """Drop spans, events and bulky figures from before the newest KEPT_ROWS rows.
+
+        Memory, trace.json and the time to write it stay bounded in a run of 100,000 steps.
+        """
+        steps = [span for span in self.spans if span.is_step][-KEPT_ROWS:]
+        begin = steps[0].begin if steps else 0.0
+        self.spans = [span for span in self.spans if span.begin >= begin]
+        for owner, events in self.events.items():
+            self.events[owner] = [event for event in events if event.time >= begin]
+        for row in self.rows[:-KEPT_ROWS]:
+            for name in BULKY:
+                row.pop(name, None)
 
     def one_step(self) -> Span | None:
         """Return the last step without a stage that few steps have, or else the last step."""
@@ -373,6 +388,8 @@ class RunFolder:
     def add_row(self, row: Row, samples: Sequence[Row] = ()) -> None:
         """Write a row and the samples that belong to it."""
         self.run.rows.append(row)
+        if len(self.run.rows) % KEPT_ROWS == 0:
+            self.run.forget_old()
         if samples:  # before the row, so that a row has all of its samples
             self._append(SAMPLES, *samples)
         self._append("metrics.jsonl", row)

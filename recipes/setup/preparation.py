@@ -270,8 +270,10 @@ def described_model(
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = toy_tokenizer([*tasks.words, *recipe.task.system_prompt.split()])
-        describe_random_model(recipe.model.random_fields(), tokenizer, Path(folder))
-        yield Path(folder), tokenizer
+        directory = Path(folder, "model")  # A copy has its mode, and the one of `folder` is 700.
+        directory.mkdir()
+        describe_random_model(recipe.model.random_fields(), tokenizer, directory)
+        yield directory, tokenizer
 
 
 def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:

@@ -44,6 +44,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 def test_random_model_is_described_without_weights(tmp_path: Path) -> None:
     setup = prepare(recipes.load("tiny"), tmp_path / "run")
     assert setup.model_dir == tmp_path / "run" / "model"
+    made = tmp_path / "made"
+    made.mkdir()
+    assert setup.model_dir.stat().st_mode == made.stat().st_mode  # Others may export the run.
     names = {file.name for file in setup.model_dir.iterdir()}
     assert {"config.json", "generation_config.json"} <= names
     assert {"tokenizer.json", "tokenizer_config.json"} <= names

@@ -256,6 +256,32 @@ def test_trace_of_a_short_run_has_its_stages_and_bytes(folder: RunFolder) -> Non
     assert [entry["args"] for entry in entries if entry["ph"] == "C"] == [{"committed": 2**19}]
 
 
+def test_long_run_keeps_its_memory_and_trace_small(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the record of many steps with that of few; the file has all rows whole."""
+    monkeypatch.setattr("recipes.logs.run_folder.KEPT_ROWS", 10)
+
+    def add(steps: range) -> int:
+        for step in steps:
+            for name in ("generate_sequences", f"step {step}"):
+                folder.run.spans.append(Span(name, step, step + 1.0))
+            sizes = {"committed_bytes": 2**19, "backup_bytes": 0}
+            event = Event(time=step + 0.5, seconds=0.01, op="resume", tag="params", **sizes)
+            folder.run.events.setdefault("rollout", []).append(event)
+            folder.add_row({**train_row(step), "peaks": {"stage": [0] * 1000}})
+        assert len(folder.run.rows) == steps.stop - 1
+        bulky = sum("peaks" in row for row in folder.run.rows)
+        return len(folder.run.spans) + len(folder.run.events["rollout"]) + bulky
+
+    few, many = add(range(1, 20)), add(range(20, 500))
+    assert many <= 2 * few and many >= 4 * 10
+    newest = folder.run.one_step()
+    assert newest is not None and newest.name == "step 499"
+    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 499 and all("peaks" in json.loads(line) for line in lines)
+
+
 def test_missing_matplotlib_is_noted_and_the_trace_is_written(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
