@@ -332,7 +332,7 @@ _TEXT = (
 
 
 class Stopping:
-    """Context manager that defers the first SIGINT or SIGTERM until `leave` is called.
+    """Context manager that defers the first SIGINT or SIGTERM until `leave` or the block's end.
 
     `tell` shows a line to the user; without it, no signal is deferred. A second signal takes effect
     immediately. Python handles signals in the main thread only, so in another thread this changes
@@ -342,6 +342,7 @@ class Stopping:
     def __init__(self, tell: Callable[[str], None] | None) -> None:
         self.asked: int | None = None  # the deferred signal
         self._tell = tell
+        self._acted = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -353,6 +354,9 @@ class Stopping:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.asked is not None and not self._acted:
+            # The block ended by an error, after which a run may restart, or before `leave`.
+            signal.raise_signal(self.asked)
 
     def leave(self) -> None:
         """Raise the deferred signal, if any, under its previous handler."""
@@ -367,5 +371,6 @@ class Stopping:
         threading.Thread(target=self._tell, args=(_TEXT,), daemon=True).start()
 
     def _act(self, number: int) -> None:
+        self._acted = True
         signal.signal(number, self._before[number])
         signal.raise_signal(number)

@@ -11,6 +11,7 @@ import pytest
 
 from memsaver import StateError
 from recipes.cli import interrupts, main
+from recipes.errors import LostWorker
 from recipes.loops.loop import Stopping
 
 BAD = ["run", "tiny", "stepz=3"]
@@ -82,6 +83,19 @@ def test_first_signal_waits_for_end_of_step_and_second_does_not(number: int) -> 
     with pytest.raises(KeyboardInterrupt), interrupts() as received, Stopping(notes.put):
         send(number)
         send(number)
+    assert received == [number]
+
+
+@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("error", [None, LostWorker("update_actor", "died")])
+def test_deferred_signal_is_not_lost_with_a_worker_or_after_the_last_step(
+    error: Exception | None, number: int
+) -> None:
+    """A run restarts after the loss of a worker, unless it was asked to stop before."""
+    with pytest.raises(KeyboardInterrupt), interrupts() as received, Stopping(lambda _: None):
+        send(number)
+        if error is not None:
+            raise error
     assert received == [number]
 
 
