@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ def continue_run(
             values = folder.checkpoint_values()
             if ended := _ended(folder, recipe):
                 raise RecipeError(f"{option}: {ended}")
-            setup = _as_before(prepare(recipe, run_dir.absolute()), values)
+            # Chat templates that write a date keep that of the run's start.
+            started = datetime.fromisoformat(values["started"]) if "started" in values else None
+            setup = _as_before(prepare(recipe, run_dir.absolute(), started), values)
             check_best(setup)
             if difference := setup.other_prompts(values.get("prompts", {})):
                 rule = "than the run began with; restore them, or start a new run"
@@ -251,7 +254,7 @@ def _attempt(
                 cycle=cycle,
                 rewards=rewards,
                 monitor=monitor,
-                save=partial(_save, folder, trainer, recipe, _prompts(setup)),
+                save=partial(_save, folder, trainer, recipe, _prompt_state(setup)),
                 export=partial(_export, folder, trainer, setup),
                 drawn=drawn,
             )
@@ -314,9 +317,9 @@ def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
     if total is None or not (auto or overlap or hand_over or keep or size):
         return switch
     if not (recipe.engine.hosted and auto):
-        return plan_apart(folder.path, total, recipe)
+        return plan_apart(folder.path, total, recipe, setup.longest_prompt)
     folder.write_outside(monitor.outside())
-    switch = plan_apart(folder.path, total, recipe)
+    switch = plan_apart(folder.path, total, recipe, setup.longest_prompt)
     # The measured bytes include CUDA graphs, so graphs must stay.
     return switch._replace(resident=[*switch.resident, CUDA_GRAPH]) if switch.resident else switch
 
@@ -331,15 +334,16 @@ def device_bytes(device: str) -> int | None:
     return total
 
 
-def _prompts(setup: Setup) -> dict[str, Any]:
-    """Return what a checkpoint keeps about the run's prompts."""
-    return {"prompts": setup.prompt_digests(), "template": setup.template or ""}
+def _prompt_state(setup: Setup) -> dict[str, Any]:
+    """Return what a resume and an export need of the run's prompts."""
+    state = {"prompts": setup.prompt_digests(), "started": setup.started.isoformat()}
+    return {**state, "template": setup.template or ""}
 
 
 def _save(
-    folder: RunFolder, trainer: Any, recipe: Recipe, prompts: dict[str, Any], step: int, drawn: int
+    folder: RunFolder, trainer: Any, recipe: Recipe, state: dict[str, Any], step: int, drawn: int
 ) -> None:
-    extra = {"step": step, "steps": recipe.steps, **prompts, "prompts_drawn": drawn}
+    extra = {"step": step, "steps": recipe.steps, "prompts_drawn": drawn, **state}
     extra |= {"exact": recipe.exact_mode, "micro_batch_size": recipe.micro_batch_size}
     extra["keep_unsharded"] = recipe.trainer.keep_unsharded is True
     folder.save_checkpoint(

@@ -151,7 +151,7 @@ def answer(
     samples: int,
 ) -> Samples:
     """Return the rollout's answers to prompts, `samples` to each, in the order of the prompts."""
-    prompt_ids = [setup.prompt_ids(problem) for _, problem in prompts]
+    prompt_ids = [problem.prompt_ids.tolist() for _, problem in prompts]
     rendered = decode(setup.tokenizer, prompt_ids)
     most = setup.recipe.sampling.max_tokens
     params = [

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -100,8 +101,9 @@ def plan_of(
             directory, tokenizer = stack.enter_context(
                 described_model(recipe, tasks, weights=False)
             )
-            tasks, _, prompts = encoded_tasks(recipe, tasks, tokenizer)
-            prompt = prompt or max(len(prompts[problem.text]) for problem in tasks.problems())
+            if prompt is None:
+                tasks, _ = encoded_tasks(recipe, tasks, tokenizer, datetime.now())
+                prompt = max(len(problem.prompt_ids) for problem in tasks.problems())
         except RecipeError:
             if recipe.model.path is None or recipe.model.shape is None:
                 raise
@@ -134,17 +136,21 @@ def unplanned(recipe: Recipe, *lines: str) -> Switch:
 PATIENCE = 300.0  # seconds that a run waits for its plan; the largest plans take about 30
 
 
-def plan_apart(run_dir: Path, total: int, recipe: Recipe, patience: float = PATIENCE) -> Switch:
+def plan_apart(
+    run_dir: Path, total: int, recipe: Recipe, prompt_tokens: int, patience: float = PATIENCE
+) -> Switch:
     """Plan a run in a separate process and return its switch.
 
     The process reads recipe.yaml in the run's folder and writes plan.json there. `total` is the
-    bytes of the GPU. In `recipe`, `cycle.alias` and `exact` are decided, and so is the micro batch
-    of a resumed run. The lines of the switch name every shortage. If no plan can be made within
-    `patience` seconds, auto decides nothing, and a line gives the reason.
+    bytes of the GPU, and `prompt_tokens` the length of the longest prompt. In `recipe`,
+    `cycle.alias` and `exact` are decided, and so is the micro batch of a resumed run. The lines of
+    the switch name every shortage. If no plan can be made within `patience` seconds, auto decides
+    nothing, and a line gives the reason.
     """
     decided = [f"cycle.alias={recipe.cycle.alias}", f"exact={shown(recipe.exact)}"]
     decided.append(f"trainer.micro_batch_size={recipe.trainer.micro_batch_size}")
     words = [str(run_dir / "recipe.yaml"), *decided, "--gpu", str(total)]
+    words += ["--prompt-tokens", str(prompt_tokens)]
     try:
         # -P: do not import a package `recipes` from the working directory.
         done = subprocess.run(

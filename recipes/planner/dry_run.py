@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import math
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
@@ -55,20 +56,6 @@ Stages = dict[str, dict[str, Any]]
 _Result = TypeVar("_Result")
 _BUILD = "build"  # key of the trainer's construction
 _SPARE = 1 << 30  # bytes that an overlapped reload leaves free (`Offloader`)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedSetup(Setup):
-    """A setup whose prompts have a length and no content.
-
-    Attributes:
-        prompt_tokens: Tokens of every prompt.
-    """
-
-    prompt_tokens: int
-
-    def prompt_ids(self, problem: Problem) -> list[int]:
-        return [0] * self.prompt_tokens
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -241,7 +228,7 @@ class DryRun:
 def dry_run(
     recipe: Recipe,
     engine: EngineSizes,
-    make_setup: Callable[[Recipe], PlannedSetup],
+    make_setup: Callable[[Recipe], Setup],
     trainer: PlannedTrainer,
     *,
     room: int,
@@ -340,7 +327,7 @@ def _frozen() -> Iterator[None]:
 @contextlib.contextmanager
 def planned_trainer(
     recipe: Recipe, fields: dict[str, Any], *, prompt_tokens: int, workspace_bytes: int
-) -> Iterator[tuple[Callable[[Recipe], PlannedSetup], PlannedTrainer]]:
+) -> Iterator[tuple[Callable[[Recipe], Setup], PlannedTrainer]]:
     """Build the recipe's trainer on a planned device, for dry runs with any switch.
 
     `fields` is the model's config, and every prompt has `prompt_tokens` tokens. The function makes
@@ -358,7 +345,7 @@ def planned_trainer(
         tokenizer = toy_tokenizer([])
         describe_random_model(fields, tokenizer, Path(folder))
 
-        def make_setup(recipe: Recipe) -> PlannedSetup:
+        def make_setup(recipe: Recipe) -> Setup:
             return _setup(recipe, tokenizer, Path(folder), prompt_tokens)
 
         config = trainer_config(make_setup(recipe))
@@ -390,7 +377,7 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:
+def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> Setup:
     answers = min(2 * recipe.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
@@ -408,10 +395,12 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     correction = dataclasses.replace(recipe.correction, reject=None, reject_above=None, veto=None)
     fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss, "correction": correction}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
-    problems = tuple(Problem(prompt=str(index)) for index in range(loop.prompts_per_step))
+    ids = array("i", [0] * prompt_tokens)  # The planned prompts have a length and no content.
+    numbers = range(loop.prompts_per_step)
+    problems = tuple(Problem(prompt=str(number), prompt_ids=ids) for number in numbers)
     wrong = Score(reward=0.0, correct=False)
     task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)
-    return PlannedSetup(
+    return Setup(
         recipe=small,
         tasks=Tasks(trained=(task,)),
         tokenizer=tokenizer,
@@ -419,5 +408,4 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
         device="cpu",
         kv_tokens=0,
         max_request_tokens=prompt_tokens + recipe.sampling.max_tokens,
-        prompt_tokens=prompt_tokens,
     )

@@ -1,14 +1,14 @@
 """Preparation of a run: resolve and check device, model, tokenizer, task and pool size."""
 
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from recipes.setup.model_files import (
     toy_tokenizer,
 )
 from recipes.setup.pool import Shorter, demanded_tokens, pool_fault, pool_tokens
-from recipes.setup.prompts import Encoded, PromptFormat, encode_prompts, prompt_format, without_long
+from recipes.setup.prompt_digests import first_change, prompt_digests
+from recipes.setup.prompts import PromptFormat, encode_prompts, prompt_format, without_long
 from recipes.tasks import Problem, Tasks, make_tasks
 from recipes.tasks.schedule import shares_of
 from recipes.tasks.scoring import try_rewards
-from recipes.tasks.split import hash_text
-from recipes.tasks.task_sources import no_problem
+from recipes.tasks.task_sources import checked, no_problem
 from rollout.model import (
     ModelConfig,
     checkpoint_files,
@@ -57,7 +57,7 @@ class Setup:
         kv_tokens: Tokens of the KV pool on each device.
         max_request_tokens: Tokens of the longest prompt and answer.
         template: Chat template of the prompts; None: they are plain text.
-        prompts: Token ids of each problem's prompt, by its text.
+        started: Start of the run, the present of chat templates.
         not_exact: Why exact=auto became false; empty if it did not.
     """
 
@@ -69,45 +69,30 @@ class Setup:
     kv_tokens: int
     max_request_tokens: int
     template: str | None = None
-    prompts: Encoded = field(default_factory=dict)
+    started: datetime = field(default_factory=datetime.now)
     not_exact: str = ""
 
-    def prompt_ids(self, problem: Problem) -> list[int]:
-        return list(self.prompts[problem.text])
+    @property
+    def longest_prompt(self) -> int:
+        """Return the tokens of the longest prompt."""
+        return self.max_request_tokens - self.recipe.sampling.max_tokens
 
     def prompt_digests(self) -> dict[str, int]:
-        """Return digests of what decides a run's prompts: each set, template and token ids."""
-        digests = {}
-        ids = hashlib.sha256()
-        for task in self.tasks.trained:
-            texts = [(problem.text, problem.answer) for problem in task.problems()]
-            digests[f"set {task.name}"] = hash_text(json.dumps([len(task.train), texts]))
-            for problem in task.train:
-                ids.update(self.prompts[problem.text])
-        digests["template"] = hash_text(self.template or "")
-        return digests | {"tokens": hash_text(ids.hexdigest())}
+        """Return digests of what decides a run's prompts and rewards."""
+        return prompt_digests(self.recipe, self.tasks, self.template)
 
     def other_prompts(self, saved: Mapping[str, int]) -> str:
-        """Describe the first saved digest that differs, for a message; empty if none does."""
-        now, task = self.prompt_digests(), self.recipe.task
-        what = {
-            f"set {task.name}": f"{task.source}: has other problems, or in another order,"
-            for task in self.tasks.trained
-        }
-        if task.template not in (None, "none"):
-            what["template"] = f"task.template={task.template}: has another text"
-        path = f"model.path={self.recipe.model.path}"
-        what["tokens"] = f"{path}: tokenizer and chat template make other prompts"
-        differs = (text for key, text in what.items() if saved.get(key, now[key]) != now[key])
-        return next(differs, "")
+        """Describe the first change since the digests `saved`, for a message; empty if none."""
+        return first_change(self.recipe, self.tasks, self.prompt_digests(), saved)
 
 
-def prepare(recipe: Recipe, run_dir: Path) -> Setup:
+def prepare(recipe: Recipe, run_dir: Path, started: datetime | None = None) -> Setup:
     """Check a recipe against this machine; write a random model's files to `run_dir`/model.
 
     Args:
         recipe: The recipe.
         run_dir: Folder of the run.
+        started: Start of the run, which a chat template may write; None: now.
 
     Returns:
         The prepared run.
@@ -115,16 +100,16 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     Raises:
         RecipeError: The recipe cannot run here. Nothing has been written.
     """
-    device = resolve_device(recipe)
+    device, started = resolve_device(recipe), started or datetime.now()
     _check_packages(recipe)
     check_optimizer(recipe)
     tasks = make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
         check_lora(recipe.lora, model_dir)
-        tasks, form, prompts = encoded_tasks(recipe, tasks, tokenizer)
-        lengths = {problem.text: len(prompts[problem.text]) for problem in tasks.problems()}
-        longest = max(lengths.values())
+        tasks, form = encoded_tasks(recipe, tasks, tokenizer, started)
+        widest = max(tasks.problems(), key=_length)
+        longest = _length(widest)
         _check_prompts(recipe, tasks)
         if not recipe.engine.hosted:
             model = _model_config(recipe, model_dir)
@@ -139,8 +124,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         _check_weights(recipe, model_dir)
         recipe = with_alias_decided(recipe, model_dir)
         recipe, not_exact = with_exact_decided(recipe, model_dir, device)
-        whose = f" ({shown(repr(max(lengths, key=lengths.__getitem__)), 60)})"
-        named: Any = {"whose": whose, "shorter": partial(_leaving_out, tasks, lengths)}
+        whose = f" ({shown(repr(widest.text), 60)})"
+        lengths = list(map(_length, tasks.problems()))
+        named: Any = {"whose": whose, "shorter": partial(_leaving_out, lengths)}
         check_context(recipe, longest, context, **named)
         if fault := pool_fault(recipe, longest, kv_tokens, **named):
             raise RecipeError("; ".join(fault))
@@ -156,7 +142,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         kv_tokens=kv_tokens,
         max_request_tokens=longest + recipe.sampling.max_tokens,
         template=form.template,
-        prompts={text: prompts[text] for text in lengths},
+        started=started,
         not_exact=not_exact,
     )
 
@@ -235,25 +221,33 @@ def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
 
 
 def encoded_tasks(
-    recipe: Recipe, tasks: Tasks, tokenizer: Any
-) -> tuple[Tasks, PromptFormat, Encoded]:
-    """Return the sets within `task.max_prompt_tokens`, the prompts' format, and their token ids.
+    recipe: Recipe, tasks: Tasks, tokenizer: Any, started: datetime
+) -> tuple[Tasks, PromptFormat]:
+    """Return the sets with token ids, and the format of their prompts.
+
+    A prompt is its token ids: an evaluated one is not trained on, whatever its row's spelling.
+    Prompts beyond `task.max_prompt_tokens` are left out.
 
     Raises:
         RecipeError: The format does not suit the model, the chat template refuses the system turn
             or a prompt, or no problem is left to train or to evaluate on.
     """
-    form = prompt_format(recipe.task, tokenizer)
-    prompts = encode_prompts(tasks, form)
+    form = prompt_format(recipe.task, tokenizer, started)
+    tasks = encode_prompts(tasks, form)
+    tasks = checked(tasks.separated(lambda p: p.prompt_ids.tobytes(), "tokens"), recipe.task)
     if (limit := recipe.task.max_prompt_tokens) is None:
-        return tasks, form, prompts
-    short = without_long(tasks, prompts, limit)
+        return tasks, form
+    short = without_long(tasks, limit)
     for before, after in zip(tasks.all, short.all, strict=True):
         lost = (before.train and not after.train) or (before.held_out and not after.held_out)
         if lost:
-            key, need = "task.max_prompt_tokens", max(map(len, prompts.values()))
+            key, need = "task.max_prompt_tokens", max(map(_length, tasks.problems()))
             raise no_problem(after, f"{key}={limit}", f"set {key}={need}")
-    return short, form, prompts
+    return short, form
+
+
+def _length(problem: Problem) -> int:
+    return len(problem.prompt_ids)
 
 
 @contextmanager
@@ -402,9 +396,8 @@ def check_context(
     raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
 
 
-def _leaving_out(tasks: Tasks, lengths: dict[str, int], limit: int) -> list[str]:
+def _leaving_out(lengths: Sequence[int], limit: int) -> list[str]:
     """Return the setting that leaves longer prompts out; none if no problem would remain."""
-    counts = [lengths[problem.text] for problem in tasks.problems()]
-    over = sum(count > limit for count in counts)
-    setting = f"task.max_prompt_tokens={limit} (leaves out {over} of {len(counts)} problems)"
-    return [setting] if over < len(counts) else []
+    over = sum(length > limit for length in lengths)
+    setting = f"task.max_prompt_tokens={limit} (leaves out {over} of {len(lengths)} problems)"
+    return [setting] if over < len(lengths) else []

@@ -8,20 +8,26 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from recipes.config.sections import TaskSection
 from recipes.errors import RecipeError, one_line, shown
-from recipes.tasks.problem import Message, Task, Tasks
-
-Prompt = str | Sequence[Message]
-Encoded = dict[str, "array[int]"]
-"""Token ids of prompts by the text of their problems."""
+from recipes.tasks.problem import Problem, Task, Tasks
 
 
 class TemplateError(ValueError):
-    """A prompt that the chat template refuses; the message is the reason."""
+    """A prompt that the chat template refuses; the message is the reason.
+
+    Args:
+        problem: The problem with the prompt; also an attribute.
+        why: The reason.
+    """
+
+    def __init__(self, problem: Problem, why: str) -> None:
+        self.problem = problem
+        super().__init__(why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,42 +47,44 @@ class PromptFormat:
     system_prompt: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self, prompts: Sequence[Prompt]) -> list[array[int]]:
-        """Return the token ids of each prompt.
+    def encode(self, problems: Sequence[Problem]) -> list[array[int]]:
+        """Return the token ids of each problem's prompt.
 
         Raises:
-            TemplateError: The chat template raised, or messages have no template.
+            TemplateError: The chat template raised, or lacks what a prompt needs.
         """
-        texts = list(map(self._text, prompts)) if self.template is None else self._rendered(prompts)
+        texts = list(map(self._text, problems))
         # A template writes all special tokens of a chat, also the first.
         first = self._first_tokens() if self.template is None else []
         plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        rows: list[list[int]] = self.tokenizer(texts, **plain)["input_ids"]
+        rows: list[list[int]] = self.tokenizer(texts, **plain)["input_ids"] if texts else []
         return [array("i", ids if ids[: len(first)] == first else first + ids) for ids in rows]
 
-    def _text(self, prompt: Prompt) -> str:
-        if not isinstance(prompt, str):
-            raise TemplateError("messages need a chat template")
-        return prompt
+    def _text(self, problem: Problem) -> str:
+        if problem.tools and "tools" not in names_in(self.template):
+            raise TemplateError(problem, "it takes no tools, and the prompt's row has tools")
+        if self.template is not None:
+            return self._rendered(problem)
+        if not isinstance(problem.prompt, str):
+            raise TemplateError(problem, "messages need a chat template")
+        return problem.prompt
 
-    def _rendered(self, prompts: Sequence[Prompt]) -> list[str]:
+    def _rendered(self, problem: Problem) -> str:
+        chat = list(problem.turns)
+        if self.system_prompt and chat[0]["role"] != "system":
+            chat.insert(0, {"role": "system", "content": self.system_prompt})
         try:
-            return self.tokenizer.apply_chat_template(
-                [self._chat(prompt) for prompt in prompts],
+            text: str = self.tokenizer.apply_chat_template(
+                chat,
+                tools=[*problem.tools] or None,
                 chat_template=self.template,
                 add_generation_prompt=True,
                 tokenize=False,
                 **self.arguments,
             )
         except Exception as error:  # jinja2 errors, or any error of an expression in it
-            raise TemplateError(one_line(error)) from error
-
-    def _chat(self, prompt: Prompt) -> list[Message]:
-        user: list[Message] = [{"role": "user", "content": str(prompt)}]
-        chat = user if isinstance(prompt, str) else list(prompt)
-        if self.system_prompt and chat[0]["role"] != "system":
-            return [{"role": "system", "content": self.system_prompt}, *chat]
-        return chat
+            raise TemplateError(problem, one_line(error)) from error
+        return text
 
     def _first_tokens(self) -> list[int]:
         """Return the special tokens that the tokenizer puts before a text."""
@@ -86,8 +94,18 @@ class PromptFormat:
         return ids[: next(starts, 0)]
 
 
-def prompt_format(section: TaskSection, tokenizer: Any) -> PromptFormat:
+def names_in(template: str | None) -> set[str]:
+    """Return the words of a chat template, the names of its variables among them."""
+    return set(re.findall(r"\w+", template or ""))
+
+
+def prompt_format(section: TaskSection, tokenizer: Any, started: datetime) -> PromptFormat:
     """Return the format that a recipe's task section asks for.
+
+    Args:
+        section: The task section.
+        tokenizer: The model's tokenizer.
+        started: Time that templates write as the present, such as Llama 3.2's.
 
     Raises:
         RecipeError: The template cannot be read, or cannot use a key of the section.
@@ -97,7 +115,7 @@ def prompt_format(section: TaskSection, tokenizer: Any) -> PromptFormat:
         if (value := getattr(section, key)) and template is None:
             rule = f"needs a chat template, and {setting}; set task.template=FILE, or drop it"
             raise RecipeError(f"task.{key}={shown(value, 60)}: {rule}")
-    names = set(re.findall(r"\w+", template or ""))
+    names = names_in(template)
     for name, value in section.template_arguments.items():
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -108,7 +126,7 @@ def prompt_format(section: TaskSection, tokenizer: Any) -> PromptFormat:
         tokenizer=tokenizer,
         template=template,
         system_prompt=section.system_prompt,
-        arguments=section.template_arguments,
+        arguments={"strftime_now": started.strftime, **section.template_arguments},
     )
 
 
@@ -127,40 +145,44 @@ def _template(section: TaskSection, tokenizer: Any) -> tuple[str | None, str]:
         raise RecipeError(f"task.template={section.template}: {rule}") from None
 
 
-def encode_prompts(tasks: Tasks, form: PromptFormat) -> Encoded:
-    """Return the token ids of all prompts.
+def encode_prompts(tasks: Tasks, form: PromptFormat) -> Tasks:
+    """Return the sets with the token ids of all prompts.
 
     Raises:
         RecipeError: The chat template refuses the system turn or a prompt.
     """
-    prompts = {problem.text: problem.prompt for problem in tasks.problems()}
-    try:
-        rows = form.encode([*prompts.values()])
-    except TemplateError as error:
-        raise _refused(tasks, form, error) from error
+
+    def encoded(task: Task) -> Task:
+        try:
+            rows = iter(form.encode(task.problems()))
+        except TemplateError as error:
+            raise _refused(task, form, error) from error
+        train = tuple(replace(problem, prompt_ids=next(rows)) for problem in task.train)
+        held_out = tuple(replace(problem, prompt_ids=next(rows)) for problem in task.held_out)
+        return replace(task, train=train, held_out=held_out)
+
+    tasks = tasks.mapped(encoded)
     if form.system_prompt:
-        _check_system_turn(form, next(iter(prompts.values())), rows[0])
-    return dict(zip(prompts, rows, strict=True))
+        _check_system_turn(form, next(tasks.problems()))
+    return tasks
 
 
-def _check_system_turn(form: PromptFormat, prompt: Prompt, ids: array[int]) -> None:
+def _check_system_turn(form: PromptFormat, problem: Problem) -> None:
     alone = replace(form, system_prompt="")
     with contextlib.suppress(TemplateError):  # The template requires a system turn.
-        if isinstance(prompt, str) and alone.encode([prompt])[0] == ids:
+        same = alone.encode([problem]) == [problem.prompt_ids]
+        if same and problem.turns[0]["role"] != "system":
             raise _no_system_turn(form, "ignores a system turn")
 
 
-def _refused(tasks: Tasks, form: PromptFormat, error: TemplateError) -> RecipeError:
-    """Return the error of a refused prompt, or of the system turn if no prompt is refused."""
-    plain = replace(form, system_prompt="")
-    for task in tasks.all:
-        for problem in task.problems():
-            try:
-                plain.encode([problem.prompt])
-            except TemplateError as alone:
-                rule = f"the chat template refuses the prompt {shown(repr(problem.text), 60)}"
-                remedy = "correct prompt or template (task.template=FILE)"
-                return RecipeError(f"{task.source}: {rule}: {alone}; {remedy}")
+def _refused(task: Task, form: PromptFormat, error: TemplateError) -> RecipeError:
+    """Return the error of a refused prompt, or of the system turn if the prompt alone is good."""
+    try:
+        replace(form, system_prompt="").encode([error.problem])
+    except TemplateError as alone:
+        rule = f"the chat template refuses the prompt {shown(repr(error.problem.text), 60)}"
+        remedy = "correct prompt or template (task.template=FILE)"
+        return RecipeError(f"{task.source}: {rule}: {alone}; {remedy}")
     return _no_system_turn(form, f"refuses a system turn: {error}")
 
 
@@ -169,17 +191,13 @@ def _no_system_turn(form: PromptFormat, how: str) -> RecipeError:
     return RecipeError(f"{setting}: the model's chat template {how}; drop it")
 
 
-def without_long(tasks: Tasks, prompts: Encoded, limit: int) -> Tasks:
+def without_long(tasks: Tasks, limit: int) -> Tasks:
     """Leave out prompts of more than `limit` tokens; each set counts them and names the longest."""
 
     def reduced(task: Task) -> Task:
-        over = {p.text for p in task.problems() if len(prompts[p.text]) > limit}
-        if not over:
-            return task
-        longest = max(over, key=lambda text: (len(prompts[text]), text))
-        tokens, begin = len(prompts[longest]), shown(repr(longest), 40)
+        longest = max(task.problems(), key=lambda problem: len(problem.prompt_ids))
+        tokens, begin = len(longest.prompt_ids), shown(repr(longest.text), 40)
         why = f"longer than task.max_prompt_tokens={limit}, up to {tokens} tokens ({begin})"
-        return task.without(over, why)
+        return task.keeping(lambda problem: len(problem.prompt_ids) <= limit, why)
 
-    trained, evaluated = (tuple(map(reduced, sets)) for sets in (tasks.trained, tasks.evaluated))
-    return Tasks(trained=trained, evaluated=evaluated)
+    return tasks.mapped(reduced)

@@ -1,9 +1,12 @@
 """Problems and tasks: what sources of problems build."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -16,12 +19,14 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A prompt, the expected answer, and the other columns of its row.
+    """A prompt, the expected answer, and the columns of its row.
 
     Attributes:
         prompt: The user's turn as text, or the messages of a chat.
         answer: Expected answer, which only scorers and reward functions read.
-        columns: Other columns of the row by name, for reward functions.
+        columns: Columns of the row by name, for reward functions.
+        tools: Tools of the chat as JSON schemas, for the chat template.
+        prompt_ids: Token ids of the prompt; empty until a run has encoded it.
 
     Raises:
         TypeError: The prompt is neither text nor messages, or the answer is no text.
@@ -30,6 +35,8 @@ class Problem:
     prompt: str | tuple[Message, ...]
     answer: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
+    prompt_ids: array[int] = field(default_factory=partial(array, "i"), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) and not (
@@ -40,18 +47,28 @@ class Problem:
         if not isinstance(self.answer, str):
             raise TypeError(f"answer={shown(repr(self.answer), 40)} is no text")
 
+    @property
+    def turns(self) -> tuple[Message, ...]:
+        """Return the prompt as messages; a text is one turn of the user."""
+        if isinstance(self.prompt, str):
+            return ({"role": "user", "content": self.prompt},)
+        return self.prompt
+
     @cached_property
     def text(self) -> str:
-        """Return the prompt as one text, which identifies the problem."""
-        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
+        """Return one text for all spellings of the prompt: as text, as messages, in any key order.
+
+        A split depends on this text alone, so a prompt's spelling does not decide its side.
+        """
+        forms = [{**turn, "content": ""} for turn in self.turns]
+        if forms == [{"role": "user", "content": ""}] and not self.tools:
+            return str(self.turns[0]["content"])
+        return json.dumps([*self.tools, *self.turns], sort_keys=True, default=str)
 
     @property
     def words(self) -> list[str]:
         """Return the words of prompt and answer, split at whitespace."""
-        turns = (
-            [self.prompt] if isinstance(self.prompt, str) else [m["content"] for m in self.prompt]
-        )
-        return " ".join([*turns, self.answer]).split()
+        return " ".join([*(turn["content"] for turn in self.turns), self.answer]).split()
 
 
 # Takes the problem, the answer's text, and whether the answer ended by the end token. A number
@@ -99,17 +116,13 @@ class Task:
         left_out = [f"left out: {', '.join(self.left_out)}"] * bool(self.left_out)
         return f"{self.name} ({'; '.join([', '.join(sides), *left_out])})"
 
-    def without(self, left_out: Container[str], why: str, held_out: bool = True) -> "Task":
-        """Return the set without the problems of some texts, and note their number with the reason.
+    def keeping(self, keeps: Callable[[Problem], bool], why: str, held_out: bool = True) -> Task:
+        """Return the set with the problems that `keeps` accepts; note the others with the reason.
 
-        Without `held_out`, the held-out problems remain.
+        `keeps` is called for the held-out problems first. Without `held_out`, all of them remain.
         """
-
-        def kept(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-            return tuple(problem for problem in problems if problem.text not in left_out)
-
-        rest = replace(self, train=kept(self.train))
-        rest = replace(rest, held_out=kept(self.held_out)) if held_out else rest
+        evaluated = tuple(filter(keeps, self.held_out)) if held_out else self.held_out
+        rest = replace(self, held_out=evaluated, train=tuple(filter(keeps, self.train)))
         if not (count := len(self.problems()) - len(rest.problems())):
             return self
         return replace(rest, left_out=(*self.left_out, f"{count} {why}"))
@@ -143,3 +156,33 @@ class Tasks:
     def problems(self) -> Iterator[Problem]:
         for task in self.all:
             yield from task.problems()
+
+    def mapped(self, change: Callable[[Task], Task]) -> Tasks:
+        """Return the sets that `change` makes of each set."""
+        trained, evaluated = (tuple(map(change, sets)) for sets in (self.trained, self.evaluated))
+        return Tasks(trained=trained, evaluated=evaluated)
+
+    def separated(self, identity: Callable[[Problem], Hashable], what: str) -> Tasks:
+        """Return the sets with each prompt on one side: evaluated prompts are not trained on.
+
+        Problems of equal `identity` have the same prompt. Of several spellings in one set, the
+        first remains, or the one that is held out. A custom task may train on a problem that the
+        task itself holds out. `what` names the identity in the reason of an omission.
+        """
+
+        def separate(task: Task) -> Task:
+            others = (other.held_out for other in self.all if other is not task)
+            held_out = set(map(identity, chain.from_iterable(others)))
+            spellings: dict[Hashable, str] = {}
+
+            def first(problem: Problem) -> bool:
+                return spellings.setdefault(identity(problem), problem.text) == problem.text
+
+            task = task.keeping(first, f"whose {what} another problem of the set has")
+            return task.keeping(
+                lambda problem: identity(problem) not in held_out,
+                f"whose {what} another set holds out",
+                held_out=False,
+            )
+
+        return self.mapped(separate)

@@ -34,12 +34,17 @@ def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tas
     built = [make_task(part, key) for key, part in sections.items()]
     count = 1 + len(section.mixture)
     evaluated = tuple(map(_evaluated_only, built[count:]))
-    trained = tuple(
-        _without_held_out(task, [*built[:index], *built[index + 1 : count], *evaluated])
-        for index, task in enumerate(built[:count])
-    )
-    tasks = Tasks(trained=trained, evaluated=evaluated)
-    for (key, part), task in zip(sections.items(), trained, strict=False):
+    tasks = Tasks(trained=tuple(built[:count]), evaluated=evaluated)
+    return checked(tasks.separated(lambda problem: problem.text, "prompt"), section)
+
+
+def checked(tasks: Tasks, section: TaskSection) -> Tasks:
+    """Return the tasks of a recipe if each set has problems on the sides that it needs.
+
+    Raises:
+        RecipeError: A set has no problem to train or to evaluate on.
+    """
+    for (key, part), task in zip(sets_by_key(section, ()).items(), tasks.trained, strict=True):
         fraction = f"{key}.held_out_fraction"
         if not task.train or (part.held_out_fraction and not task.held_out):
             setting = f"{fraction}={part.held_out_fraction}"
@@ -87,14 +92,6 @@ def _evaluated_only(task: Task) -> Task:
     """Return the set with all problems held out, in an arbitrary order."""
     problems = sorted(task.problems(), key=lambda problem: hash_text(problem.text))
     return replace(task, train=(), held_out=tuple(problems))
-
-
-def _without_held_out(task: Task, others: Sequence[Task]) -> Task:
-    problems: list[Problem] = []
-    for other in others:
-        problems += other.held_out
-    held_out = {problem.text for problem in problems}
-    return task.without(held_out, "that another set holds out", held_out=False)
 
 
 def no_problem(task: Task, setting: str, remedy: str) -> RecipeError:

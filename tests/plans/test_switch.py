@@ -222,7 +222,7 @@ def test_plan_apart_returns_switch_and_shortages_in_any_working_directory(
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
     recipe = replace(recipe, cycle=replace(recipe.cycle, alias="always"))
     recipe = replace(recipe, trainer=replace(recipe.trainer, micro_batch_size=2))  # resumed
-    decided = plan_apart(tmp_path, 80 * GIB, recipe)
+    decided = plan_apart(tmp_path, 80 * GIB, recipe, 9)
     assert decided.micro_batch_size == 2
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["switch"]["resident"] == decided.resident and "optim" in decided.resident
@@ -243,7 +243,7 @@ def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
         for words in ([], ["cycle.resident=[params]", "cycle.overlap=[optim]"]):
             recipe = recipes.load(FEW[0], [*FEW[1:], *words])
             patience = 0.1 if python == str(hangs) else 60.0
-            decided = plan_apart(tmp_path, 80 * GIB, recipe, patience)
+            decided = plan_apart(tmp_path, 80 * GIB, recipe, 9, patience)
             assert decided.resident == recipe.cycle.named and not decided.hand_over
             assert decided.overlap == (["optim"] if words else [])
             assert decided.lines[0].endswith(f"there is no plan: {why}")
@@ -257,7 +257,9 @@ def test_run_with_hosted_engine_is_planned_with_its_measurement(
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
     gpu = SimpleNamespace(total_memory=20 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    setup: Any = SimpleNamespace(recipe=with_alias_decided(recipe, tmp_path), device="cuda:0")
+    setup: Any = SimpleNamespace(
+        recipe=with_alias_decided(recipe, tmp_path), device="cuda:0", longest_prompt=9
+    )
     resident = []
     for outside in (2 * GIB, 12 * GIB):
         monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
@@ -308,7 +310,7 @@ def test_run_is_planned_only_if_a_key_of_its_switch_is_auto(
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
     switch = object()
     monkeypatch.setattr("recipes.run.plan_apart", lambda *_: switch)
-    setup: Any = SimpleNamespace(recipe=recipe, device=device)
+    setup: Any = SimpleNamespace(recipe=recipe, device=device, longest_prompt=9)
     monitor: Any = None
     decided = decide_switch(setup, RunFolder(tmp_path), monitor)
     if device == "cuda:0" and planned:

@@ -21,6 +21,7 @@ from recipes.cli import main
 from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError
 from recipes.run import continue_run
+from recipes.setup.model_files import TOY_TEMPLATE
 from recipes.setup.preparation import prepare
 from recipes.tasks import Problem, Task, make_task, make_tasks
 from tests.helpers.recipes.data_hub import GATED, serve_data_sets
@@ -330,10 +331,13 @@ def test_data_set_of_the_hub_is_read_by_subset_and_split_or_refused(tmp_path: Pa
 def test_run_on_a_file_and_a_mixture_resumes_and_refuses_other_data(
     tmp_path: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run two steps of tiny by the command, then a third."""
-    data, run = tmp_path / "sums.jsonl", tmp_path / "run"
+    """Run two steps of tiny by the command, then a third; prompts begin with the time of day."""
+    data, run, template = (tmp_path / name for name in ("sums.jsonl", "run", "chat.jinja"))
     write_jsonl(data, [*SUMS, SUMS[0]])
-    words = ["task.name=file", f"task.data={data}", "task.max_prompt_tokens=9"]
+    time = "{% for digit in strftime_now('%f') %}{{ digit }} {% endfor %}"
+    template.write_text(time + TOY_TEMPLATE)
+    words = ["task.name=file", f"task.data={data}", "task.max_prompt_tokens=15"]
+    words += [f"task.template={template}"]
     words += ["task.mixture=[{name: toy, weight: 0.5}]", "grpo.prompts_per_step=12"]
     words += ["grpo.samples_per_prompt=2", "eval.every=0", "checkpoint.every=1"]
     assert main(["run", "tiny", *words, "steps=2", "--run-dir", str(run)]) == 0
@@ -363,4 +367,4 @@ def test_7500_prompts_are_ready_within_seconds(tmp_path: Path) -> None:
     begun = time.process_time()
     setup = prepare(recipes.load("tiny", [*recipe, *long]), tmp_path / "run")
     assert time.process_time() - begun < 8
-    assert len(setup.prompts) == 7500
+    assert len([*setup.tasks.problems()]) == 7500

@@ -303,7 +303,7 @@ def test_chat_template_that_refuses_a_prompt_fails_in_one_line(
 
 def marks(setup: Setup, index: int = 0) -> str:
     """Return the prompt of a problem as text with its special tokens."""
-    return setup.tokenizer.decode(setup.prompt_ids(setup.tasks.trained[0].train[index]))
+    return setup.tokenizer.decode(setup.tasks.trained[0].train[index].prompt_ids)
 
 
 def test_prompt_follows_template_arguments_and_system_prompt(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_too_long_prompt_is_named_and_can_be_left_out(
     (task,) = setup.tasks.trained
     left_out = f"1 longer than {remedy}, up to 87 tokens ('first of a b a b a b a b a b a b a b...)"
     assert task.summary() == f"long (48 to train, 16 held out; left out: {left_out})"
-    assert {*setup.prompts} == {problem.text for problem in setup.tasks.problems()}
+    assert all(problem.prompt_ids for problem in setup.tasks.problems())
     assert setup.max_request_tokens == 9 + 3
 
 
@@ -429,7 +429,7 @@ def test_changed_problems_order_template_and_tokenizer_are_named_on_resume(tmp_p
     assert prepared().other_prompts(saved) == f"task.data={tmp_path}/rows.jsonl: {others}"
     data_file(tmp_path, rows)
     data_file(tmp_path, [{**row, "answer": "b"} for row in rows[:20]], "more")
-    line = f"task.mixture[0].data={tmp_path}/more.jsonl: {others}"
+    line = f"task.mixture[0].data={tmp_path}/more.jsonl: has other answers or columns"
     assert prepared().other_prompts(saved) == line
     data_file(tmp_path, rows[:20], "more")
     (tmp_path / "chat.jinja").write_text(f"{TOY_TEMPLATE} a")

@@ -102,7 +102,7 @@ def test_restarted_run_keeps_the_micro_batch_of_its_checkpoint(
     """Let the plan of the restart choose another size."""
     sizes = iter([8, 16])
 
-    def plan(folder: Path, total: int, recipe: Recipe) -> Switch:
+    def plan(folder: Path, total: int, recipe: Recipe, prompt: int) -> Switch:
         return unplanned(batching(recipe, next(sizes)))
 
     monkeypatch.setattr("recipes.run.device_bytes", lambda device: 1)

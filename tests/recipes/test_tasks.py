@@ -214,10 +214,10 @@ def test_held_out_problem_is_not_trained_on_in_another_set() -> None:
     assert len(held_out) == len(mixed.held_out) > len(own.held_out)
     assert not held_out & {problem.text for task in tasks.trained for problem in task.train}
     count = 48 - len(own.train)
-    assert own.left_out == (f"{count} that another set holds out",) and mixed.left_out == ()
+    assert own.left_out == (f"{count} whose prompt another set holds out",) and mixed.left_out == ()
     assert (own.weight, mixed.weight) == (1.0, 2.0)
     with pytest.raises(
-        RecipeError, match=r"no problem for training of toy \(48 that another set h"
+        RecipeError, match=r"no problem for training of toy \(48 whose prompt another set h"
     ):
         make_tasks(TaskSection(name="toy"), [seen])
     evaluated = make_tasks(TaskSection(name="toy", held_out_fraction=0), [sums(1)]).all
@@ -295,12 +295,12 @@ def test_ids_beyond_the_tokenizer_read_as_unknown_and_score_nothing(toy: Task) -
 def test_toy_prompt_follows_the_chat_template() -> None:
     tokenizer = toy_tokenizer(TOY_WORDS)
     form = PromptFormat(tokenizer=tokenizer, template=tokenizer.chat_template)
-    (ids,) = form.encode(["first of b e"])
+    (ids,) = form.encode([Problem(prompt="first of b e")])
     words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>"]
     assert tokenizer.convert_ids_to_tokens(ids) == [*words, "<|im_start|>", "assistant"]
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids[4:6]) == "b e"
-    (longer,) = replace(form, system_prompt="of").encode(["first of b e"])
+    (longer,) = replace(form, system_prompt="of").encode([Problem(prompt="first of b e")])
     assert len(longer) == len(ids) + 4
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import shutil
 import types
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -125,16 +126,18 @@ def make_setup(*words: str, own: int = 9) -> Any:
     """Return a setup with a set of `own` problems, one of 2 more to train on, and one of 30."""
     tokenizer = toy_tokenizer(list(LETTERS))
 
-    def ids(problem: Problem) -> list[int]:
-        return tokenizer.convert_tokens_to_ids(problem.text.split())
+    def encoded(problem: Problem) -> Problem:
+        ids = tokenizer.convert_tokens_to_ids(problem.text.split())
+        return dataclasses.replace(problem, prompt_ids=array("i", ids))
 
     def task(name: str, held_out: tuple[Problem, ...]) -> Task:
+        held_out = tuple(map(encoded, held_out))
         return Task(name=name, train=problems(1), held_out=held_out, score=lambda *_: 0.0)
 
     trained = (task("own", problems(own)), task("more", problems(2)))
     tasks = Tasks(trained=trained, evaluated=(task("test", problems(30)),))
     recipe = recipes.load("tiny", words)
-    return types.SimpleNamespace(recipe=recipe, tasks=tasks, tokenizer=tokenizer, prompt_ids=ids)
+    return types.SimpleNamespace(recipe=recipe, tasks=tasks, tokenizer=tokenizer)
 
 
 def test_greedy_evaluation_answers_all_sets_in_one_call() -> None:
