@@ -62,7 +62,9 @@ class PromptFormat:
 
     def _text(self, problem: Problem) -> str:
         if problem.tools and "tools" not in names_in(self.template):
-            raise TemplateError(problem, "it takes no tools, and the prompt's row has tools")
+            raise TemplateError(
+                problem, "it takes no tools, and the prompt's row has the column tools"
+            )
         if self.template is not None:
             return self._rendered(problem)
         if not isinstance(problem.prompt, str):

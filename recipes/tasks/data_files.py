@@ -1,40 +1,32 @@
-"""Sets of problems from data files, and from data sets of the Hugging Face Hub.
+"""Sets of problems from the rows of data files and of data sets of the Hugging Face Hub."""
 
-JSONL, JSON and CSV are read with Python's own modules: they need no extra, name the line of a
-fault, and leave no cache. Parquet and the Hub need `datasets`.
-"""
+from __future__ import annotations
 
-import csv
+import contextlib
 import difflib
-import importlib
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from itertools import chain
+from typing import Any
+
+import yaml
 
 from recipes.config.sections import ProblemSection
 from recipes.errors import RecipeError, one_line, shown
 from recipes.rewards.packaged import exact_match
+from recipes.tasks.data_rows import BadRow, DataRow, data_rows
 from recipes.tasks.problem import Message, Problem, Task
 from recipes.tasks.split import split
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-PROMPTS = ("question", "problem", "messages", "instruction", "input")
-ANSWERS = ("solution", "target", "label", "output", "response")
+PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query")
+ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output", "response")
 """Usual names of the columns, which messages suggest."""
-
-
-class DataRow(NamedTuple):
-    """A row with its place (`train.jsonl, line 3`)."""
-
-    place: str
-    values: Mapping[str, Any]
-
-
-class BadRow(ValueError):
-    """Rows that cannot be read; the message is place, rule and remedy."""
+TOOLS = "tools"
+"""Column with the tools of a chat."""
+ColumnPath = tuple[str, ...]
+"""A column, and the names below it if the column holds others (`reward_model.ground_truth`)."""
 
 
 def read_file(section: ProblemSection, place: str) -> Task:
@@ -43,18 +35,17 @@ def read_file(section: ProblemSection, place: str) -> Task:
     Raises:
         RecipeError: The data of the key `place` cannot be read, or a row is no problem.
     """
-    problems: dict[str, Problem] = {}
-    count = 0
+    distinct: dict[str, Problem] = {}
     try:
-        for count, row in enumerate(_rows(section, place), 1):  # noqa: B007
-            problem = _problem(row, section, place)
-            problems.setdefault(problem.text, problem)
-        if not problems:
+        rows = [*data_rows(section, place)]
+        if not rows:
             raise BadRow("has no rows; name data with at least 2 problems")
+        for problem in _Reader(rows, section, place).problems():
+            distinct.setdefault(problem.text, problem)
     except BadRow as error:
         raise RecipeError(f"{place}.data={section.data}: {error}") from error
-    sides = split([*problems.values()], section.held_out_fraction)
-    again = count - len(problems)
+    sides = split([*distinct.values()], section.held_out_fraction)
+    again = len(rows) - len(distinct)
     left_out = (f"{again} whose prompt an earlier row has",) if again else ()
 
     def score(problem: Problem, text: str, ended: bool) -> float:
@@ -63,169 +54,95 @@ def read_file(section: ProblemSection, place: str) -> Task:
     return Task(name="file", **sides, score=score, left_out=left_out)
 
 
-def _rows(section: ProblemSection, place: str) -> Iterator[DataRow]:
-    data = str(section.data)
-    path = Path(data).expanduser()
-    if not path.exists():
-        if path.suffix in READERS or not HUB_NAME.fullmatch(data):
-            where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            raise BadRow(f"no such file or folder{where}; correct it, or name ORG/NAME on the Hub")
-        yield from _hub(section, place)
-        return
-    files = [path]
-    if path.is_dir():
-        for key, value in (("subset", section.subset), ("split", section.split)):
-            if value not in (None, "train"):
-                rule = "only a data set on the Hub has one, and this is a folder; drop it"
-                raise RecipeError(f"{place}.{key}={value}: {rule}")
-        files = sorted(file for file in path.iterdir() if file.suffix in READERS)
-    for file in files:
-        if (reader := READERS.get(file.suffix)) is None:
-            rule = f"has the unknown ending {file.suffix or 'none'}"
-            raise BadRow(f"{rule}; convert it to {', '.join(READERS)}")
-        try:
-            yield from reader(file)
-        except UnicodeDecodeError as error:
-            raise BadRow(f"{file.name} is not UTF-8: {one_line(error)}; convert it") from None
-        except OSError as error:
-            why = error.strerror or one_line(error)
-            raise BadRow(f"{file.name} cannot be read: {why}; correct that") from None
+class _Reader:
+    """Reader of the rows of one set as problems, which have the columns of the whole set.
+
+    Raises:
+        BadRow: A column that the section names is missing.
+    """
+
+    def __init__(self, rows: Sequence[DataRow], section: ProblemSection, place: str) -> None:
+        self._rows = rows
+        self._names = [*dict.fromkeys(chain.from_iterable(row.values for row in rows))]
+        self._optional = bool(section.rewards)
+        self._prompt = self._located(section.prompt_column, f"{place}.prompt_column")
+        self._answer: ColumnPath = ()
+        if section.answer_column is not None:
+            self._answer = self._located(section.answer_column, f"{place}.answer_column")
+
+    def problems(self) -> Iterator[Problem]:
+        for row in self._rows:
+            yield Problem(
+                prompt=_prompt(row, self._prompt),
+                answer=_answer(row, self._answer, self._optional) if self._answer else "",
+                columns={name: row.value(name) for name in self._names},
+                tools=_tools(row),
+            )
+
+    def _located(self, wanted: str, key: str) -> ColumnPath:
+        """Return the path of a column, which may lie in another one.
+
+        Shells and YAML drop the blanks around a name, so a name is also found without its blanks.
+        """
+        row = self._rows[0]
+        path = self._path(wanted, str) or self._path(wanted.strip(), str.strip)
+        if path and not isinstance(_at(row, path), dict):
+            return path
+        rule = f"has no column {wanted}, only {shown(list(map(_quoted, self._names)))}"
+        if path:
+            rule = f"{wanted} has columns of its own, and is neither text nor a number"
+        raise BadRow(f"{row.place}: {rule}; {self._instead(row, wanted, key)}")
+
+    def _path(self, wanted: str, form: Callable[[str], str]) -> ColumnPath:
+        """Return the first path whose text has the form `wanted`; empty if there is none."""
+        columns = ((name,) for name in self._names)
+        paths = chain(columns, chain.from_iterable(map(_paths, self._rows)))
+        return next((path for path in paths if form(".".join(path)) == wanted), ())
+
+    def _instead(self, row: DataRow, wanted: str, key: str) -> str:
+        """Return a setting of `key` with which the row can be read, or other advice."""
+        paths = {".".join(path): path for path in _paths(row)}
+        of_prompt = key.endswith("prompt_column")
+        usual = {path[-1]: name for name, path in reversed(paths.items())}
+        names = difflib.get_close_matches(wanted, paths, n=1)
+        names += [usual[name] for name in (PROMPTS if of_prompt else ANSWERS) if name in usual]
+        read: Callable[[DataRow, ColumnPath], Any] = _prompt if of_prompt else _answer
+        for name in names:
+            with contextlib.suppress(BadRow):
+                read(row, paths[name])
+                return f"set {key}={_quoted(name)}"
+        if self._optional and not of_prompt:
+            return f"set {key}=null"
+        return f"name data with a column of {'prompts' if of_prompt else 'answers'}"
 
 
-def _jsonl(file: Path) -> Iterator[DataRow]:
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                place = f"{file.name}, line {number}"
-                yield _object(place, _parsed(place, line))
+def _paths(row: DataRow) -> list[ColumnPath]:
+    """Return the paths of a row's columns and of the columns inside them."""
+    paths: list[ColumnPath] = [(name,) for name in row.values]
+    for path in paths:
+        value = _at(row, path)
+        paths += [(*path, key) for key in value] if isinstance(value, dict) else []
+    return paths
 
 
-def _json(file: Path) -> Iterator[DataRow]:
-    text = file.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("{"):  # JSONL often has this ending, too.
-        yield from _jsonl(file)
-        return
-    rows = _parsed(file.name, text)
-    if not isinstance(rows, list):
-        raise BadRow(f"{file.name} is no list of objects; write a list, or JSONL")
-    for number, row in enumerate(rows, 1):
-        yield _object(f"{file.name}, row {number}", row)
+def _at(row: DataRow, path: ColumnPath) -> Any:
+    """Return the value at a path, None if the row has none."""
+    value = row.value(path[0], padded=False)
+    for key in path[1:]:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
-def _parsed(place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"{place}: is no JSON: {one_line(error)}; correct it") from None
+def _quoted(name: str) -> str:
+    """Return the name of a column as an override must have it, whose values are YAML."""
+    plain = re.fullmatch(r"[^\W\d][\w.-]*", name) and yaml.safe_load(name) == name
+    return name if plain else "'" + name.replace("'", "''") + "'"
 
 
-def _object(place: str, values: Any) -> DataRow:
-    if not isinstance(values, dict):
-        raise BadRow(f"{place}: is no object; write {{COLUMN: VALUE, ...}}")
-    return DataRow(place, values)
-
-
-def _csv(file: Path) -> Iterator[DataRow]:
-    csv.field_size_limit(sys.maxsize)
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        try:
-            header = next(reader, [])
-            if len({*header}) < len(header):
-                raise BadRow(f"{file.name}, line 1: names a column twice; rename one")
-            for fields in filter(None, reader):
-                place = f"{file.name}, line {reader.line_num}"
-                if len(fields) != len(header):
-                    rule = f"has {len(fields)} fields, and the header has {len(header)}"
-                    raise BadRow(f"{place}: {rule}; quote fields that have commas")
-                yield DataRow(place, dict(zip(header, fields, strict=True)))
-        except csv.Error as error:
-            place = f"{file.name}, line {reader.line_num}"
-            raise BadRow(f"{place}: is no CSV: {one_line(error)}; correct it") from None
-
-
-def _parquet(file: Path) -> Iterator[DataRow]:
-    parquet = _imported("pyarrow.parquet", f"{file.name} needs")
-    try:
-        rows = parquet.ParquetFile(file).read().to_pylist()
-    except Exception as error:
-        rule = f"is no readable parquet: {one_line(error)}"
-        raise BadRow(f"{file.name} {rule}; save it again") from None
-    return _numbered(file.name, rows)
-
-
-READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
-"""Readers of files by ending."""
-
-
-def _hub(section: ProblemSection, place: str) -> Iterator[DataRow]:
-    datasets = _imported("datasets", "is no file or folder, and the Hub needs")
-    errors = _imported("huggingface_hub.errors", "the Hub needs")
-    missing = (datasets.exceptions.DatasetNotFoundError, errors.RepositoryNotFoundError)
-    try:
-        rows = datasets.load_dataset(section.data, section.subset, split=section.split).to_list()
-    except missing as error:
-        if "is a gated dataset" in str(error) or isinstance(error, errors.GatedRepoError):
-            page = f"https://huggingface.co/datasets/{section.data}"
-            raise BadRow(f"is gated; accept its terms at {page}, and set HF_TOKEN") from error
-        rule = "is no file or folder here, nor a public data set of the Hub"
-        raise BadRow(f"{rule}; correct it, or set HF_TOKEN") from error
-    except ConnectionError as error:
-        raise BadRow(f"the Hub cannot be reached: {one_line(error)}; name a file") from error
-    except Exception as error:  # Builders raise errors of any type.
-        if isinstance(error, OSError) and error.errno is not None:
-            remedy = "set HF_HOME to a folder that you may write"
-            raise BadRow(f"cannot be cached: {one_line(error)}; {remedy}") from error
-        keys = f"{place}.subset={shown(section.subset)}, {place}.split={section.split}"
-        raise BadRow(f"{shown(one_line(error), 400)}; correct it, or {keys}") from error
-    return _numbered(str(section.data), rows)
-
-
-def _numbered(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[DataRow]:
-    for number, values in enumerate(rows, 1):
-        yield DataRow(f"{name}, row {number}", values)
-
-
-def _imported(module: str, user: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise BadRow(f"{user} the package {package}; run: pip install 'memsaver[data]'") from None
-
-
-def _problem(row: DataRow, section: ProblemSection, place: str) -> Problem:
-    columns = dict(row.values)
-    prompt = _prompt(row.place, section.prompt_column, _column(row, section, place, "prompt"))
-    answer = ""
-    del columns[section.prompt_column]
-    if section.answer_column is not None:
-        answer = _answer(row.place, section, _column(row, section, place, "answer"))
-        columns.pop(section.answer_column, None)
-    return Problem(prompt=prompt, answer=answer, columns=columns)
-
-
-def _column(row: DataRow, section: ProblemSection, place: str, what: str) -> Any:
-    """Return the value in the column of the prompt or of the answer."""
-    name: str = getattr(section, f"{what}_column")
-    if name in row.values:
-        return row.values[name]
-    names = [*row.values]
-    usual = PROMPTS if what == "prompt" else ANSWERS
-    close = difflib.get_close_matches(name, names, n=1) or [c for c in usual if c in names]
-    other = "COLUMN" if what == "prompt" else "null"
-    rule = f"{row.place}: has no column {name}, only {shown(names)}"
-    raise BadRow(f"{rule}; set {place}.{what}_column={(close or [other])[0]}")
-
-
-def _prompt(place: str, column: str, value: Any) -> str | tuple[Message, ...]:
-    if isinstance(value, list | tuple) and value:
-        turns = tuple(_message(place, column, message) for message in value)
+def _prompt(row: DataRow, path: ColumnPath) -> str | tuple[Message, ...]:
+    column, value = ".".join(path), _at(row, path)
+    if isinstance(value, list) and value:
+        turns = tuple(_message(row.place, column, message) for message in value)
         if turns[-1]["role"] != "assistant":
             return turns
         rule = "ends with the assistant's turn, which the model is to write"
@@ -234,8 +151,9 @@ def _prompt(place: str, column: str, value: Any) -> str | tuple[Message, ...]:
     elif not value.strip():
         rule = "is empty"
     else:
-        return _unicode(place, column, value)
-    raise BadRow(f"{place}: {column} {rule}; correct the row, or remove it")
+        _check_value(row.place, column, value)
+        return value
+    raise BadRow(f"{row.place}: {column} {rule}; correct the row, or remove it")
 
 
 def _message(place: str, column: str, message: Any) -> Message:
@@ -244,30 +162,66 @@ def _message(place: str, column: str, message: Any) -> Message:
     if missing:
         rule = f"a message of {column} has no text under {' and '.join(missing)}"
         raise BadRow(f"{place}: {rule}; write {{role: user, content: TEXT}}")
-    _unicode(place, column, turn["content"])
-    # Parquet fills in null for keys that only other messages have.
+    for key, value in turn.items():
+        _check_value(place, f"{key} in a message of {column}", value)
     return {key: value for key, value in turn.items() if value is not None}
 
 
-def _answer(place: str, section: ProblemSection, value: Any) -> str:
+def _tools(row: DataRow) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools of a row, which may be written as the text of a JSON list."""
+    value = row.value(TOOLS, padded=False)
+    if isinstance(value, str) and value.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, list) and all(isinstance(tool, dict) for tool in value):
+        _check_value(row.place, TOOLS, value)
+        return tuple(value)
+    if value is None or value == "":
+        return ()
+    rule = f"{TOOLS} is {_kind(value)}, no list of JSON schemas for the chat template"
+    raise BadRow(f"{row.place}: {rule}; correct it, or rename the column")
+
+
+def _answer(row: DataRow, path: ColumnPath, optional: bool = False) -> str:
     """Return the answer as text; only reward functions of the recipe can do without one."""
-    column = str(section.answer_column)
-    if value is None or value != value or not str(value).strip():  # pandas saves null as NaN
-        if section.rewards:
-            return ""
-        raise BadRow(f"{place}: {column} is empty; correct the row, or remove it")
-    if isinstance(value, str | int | float):
-        return _unicode(place, column, str(value))
-    rule = f"{column} is {_kind(value)}, neither text nor a number"
-    raise BadRow(f"{place}: {rule}; name another answer_column, or null and a reward function")
+    column, value = ".".join(path), _at(row, path)
+    if (text := _written(value)) is None:
+        rule = f"{column} is {_kind(value)}, neither text nor a finite number"
+        remedy = "name another answer_column, or null and a reward function"
+        raise BadRow(f"{row.place}: {rule}; {remedy}")
+    if not text.strip() and not optional:
+        raise BadRow(f"{row.place}: {column} is empty; correct the row, or remove it")
+    _check_value(row.place, column, text)
+    return text.strip() and text
 
 
-def _unicode(place: str, column: str, text: str) -> str:
+def _written(value: Any) -> str | None:
+    """Return an answer as a person writes it: 7 for 7.0, 0.00001 for 1e-05, true for True.
+
+    The result is empty for null and NaN, as which pandas saves null, and None for other values.
+    """
+    if value is None or value != value:
+        return ""
+    if isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float | Decimal):
+        number = Decimal(str(value))
+        if not number.is_finite():
+            return None
+        whole = number == number.to_integral_value()
+        return str(int(number)) if whole else f"{number:f}".rstrip("0")
+    return str(value) if isinstance(value, str | int) else None
+
+
+def _check_value(place: str, column: str, value: Any) -> None:
+    """Refuse a value that JSON, and so a chat template, cannot write."""
     try:
-        text.encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadRow(f"{place}: {column} is no valid text: {one_line(error)}; correct it") from None
-    return text
+    except (TypeError, ValueError, RecursionError) as error:
+        rule = f"{column} is no value of JSON: {one_line(error)}"
+        raise BadRow(f"{place}: {rule}; write it as text, or remove it") from None
 
 
 def _kind(value: Any) -> str:

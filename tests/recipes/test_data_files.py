@@ -83,7 +83,7 @@ def test_file_of_each_format_gives_the_same_problems(ending: str, tmp_path: Path
     assert (task.name, task.left_out) == ("sums", ())
     assert content(task) == {r["prompt"]: (str(r["answer"]), str(r["level"])) for r in SUMS}
     assert 5 < len(task.held_out) < 30
-    assert task.train[0].prompt == "0 + 0 =" and "prompt" not in task.train[0].columns
+    assert task.train[0].prompt == "0 + 0 =" and {*task.train[0].columns} == {*SUMS[0]}
 
 
 def test_folder_is_read_in_order_of_names_and_other_files_are_ignored(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_columns_are_mapped_and_numbers_become_text(tmp_path: Path) -> None:
     write_jsonl(file, [{"q": "a", "a": 1.5, "prompt": "p"}, {"q": "b", "a": 0, "prompt": "p"}])
     keys = {"prompt_column": "q", "answer_column": "a", "held_out_fraction": 0.0}
     task = read(file, **keys)
-    columns = {"prompt": "p"}
+    columns = {"q": "a", "a": 1.5, "prompt": "p"}
     assert task.train == (
         Problem(prompt="a", answer="1.5", columns=columns),
-        Problem(prompt="b", answer="0", columns=columns),
+        Problem(prompt="b", answer="0", columns={"q": "b", "a": 0, "prompt": "p"}),
     )
     own = read(file, **keys | {"answer_column": None, "rewards": ["m:f"]})
-    assert own.train[0].columns == {"a": 1.5, "prompt": "p"} and own.train[0].answer == ""
+    assert own.train[0].columns == columns and own.train[0].answer == ""
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -156,9 +156,19 @@ BAD_LINES = [
     ('{"prompt": {"a": 1}, "answer": "b"}', "prompt is {'a': 1} (dict), neither"),
     ('{"prompt": "\\ud800", "answer": "b"}', "line 3: prompt is no valid text: 'utf-8' codec"),
     ('{"prompt": "c", "answer": "\\udc00"}', "line 3: answer is no valid text"),
-    ('{"prompt": "c"}', "line 3: has no column answer, only [prompt]; set task.answer_column=null"),
-    ('{"answer": "b", "promt": "c"}', "only [answer,promt]; set task.prompt_column=promt"),
-    ('{"answer": "b", "question": "c"}', "; set task.prompt_column=question"),
+    ('{"prompt": "c"}', "line 3: answer is empty; correct the row, or remove it"),
+    ('{"answer": "b", "question": "c"}', "line 3: prompt is null, neither text nor messages"),
+    (
+        '{"prompt": "c", "answer": 1e400}',
+        "line 3: answer is inf (float), neither text nor a finite",
+    ),
+    ('{"prompt": "c", "answer": NaN}', "line 3: answer is empty; correct the row, or remove it"),
+    ('{"prompt": "c", "answer": "b", "tools": "a"}', "line 3: tools is a (str), no list of JSON"),
+    ('{"prompt": "c", "answer": "b", "tools": ["a"]}', "line 3: tools is [a] (list), no list of"),
+    (
+        '{"prompt": [{"role": "user", "content": "c", "name": "\\ud800"}], "answer": "b"}',
+        "line 3: name in a message of prompt is no valid text: 'utf-8' codec",
+    ),
     ('{"prompt": "c", "answer": null}', "line 3: answer is empty; correct the row, or remove it"),
     ('{"prompt": "c", "answer": ["b"]}', "line 3: answer is [b] (list), neither text nor a"),
     (
@@ -195,7 +205,7 @@ def test_bad_line_is_refused_with_file_line_column_and_remedy(
         ("x.jsonl", "", "has no rows; name data with at least 2 problems"),
         ("x.jsonl", b"\xff\xfe", "x.jsonl is not UTF-8: 'utf-8' codec can't decode byte 0xff"),
         ("x.json", "3", "x.json is no list of objects; write a list, or JSONL"),
-        ("x.json", '{"prompt": "a", "answer": 1}\n{}', "x.json, line 2: has no column prompt"),
+        ("x.json", '{"prompt": "a", "answer": 1}\n{}', "x.json, line 2: prompt is null, neither"),
         ("x.json", '[{"prompt": "a", "answer": 1}, 3]', "x.json, row 2: is no object"),
         ("x.json", "[", "x.json: is no JSON: Expecting value"),
         ("x.csv", "prompt,answer\na", "x.csv, line 2: has 1 fields, and the header has 2; quote"),
@@ -319,7 +329,7 @@ def test_data_set_of_the_hub_is_read_by_subset_and_split_or_refused(tmp_path: Pa
             {"data": "org/many", "subset": "main", "split": "tran"},
         )
     assert len(task) == 81 and len(test) == 9 and cached == task
-    assert task["0 + 1 ="] == ["1", {"level": 0}]
+    assert task["0 + 1 ="] == ["1", SUMS[1]]
     begin = "task.data=org/absent: is no file or folder here, nor a public data set of the Hub; "
     assert absent == f"{begin}correct it, or set HF_TOKEN"
     page = f"https://huggingface.co/datasets/{GATED}"
