@@ -106,6 +106,7 @@ class _Reader:
         usual = {path[-1]: name for name, path in reversed(paths.items())}
         names = difflib.get_close_matches(wanted, paths, n=1)
         names += [usual[name] for name in (PROMPTS if of_prompt else ANSWERS) if name in usual]
+        names += [name for name in paths if name.startswith(f"{wanted}.")]
         read: Callable[[DataRow, ColumnPath], Any] = _prompt if of_prompt else _answer
         for name in names:
             with contextlib.suppress(BadRow):

@@ -44,11 +44,8 @@ class DataRow(NamedTuple):
         nulls are left out of structs at every depth. Declared JSON keeps its own nulls.
         """
         value = self.values.get(column)
-        try:
-            return _decoded(value if padded else _without_nulls(value), self.declared.get(column))
-        except (ValueError, RecursionError) as error:
-            rule = f"{column} is declared as JSON and is none: {one_line(error)}"
-            raise BadRow(f"{self.place}: {rule}; correct it") from None
+        value = value if padded else _without_nulls(value)
+        return _decoded(f"{self.place}: {column}", value, self.declared.get(column))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -57,16 +54,15 @@ def _without_nulls(value: Any) -> Any:
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
-def _decoded(value: Any, parts: Any) -> Any:
+def _decoded(place: str, value: Any, parts: Any) -> Any:
     """Return a value with its declared JSON decoded; a list's items have the same parts."""
     if value is None or not parts:
         return value
     if isinstance(value, list):
-        return [_decoded(item, parts) for item in value]
+        return [_decoded(place, item, parts) for item in value]
     if parts is True:
-        return json.loads(value)
-    inner = {key: _decoded(value[key], part) for key, part in parts.items() if key in value}
-    return value | inner
+        return _parsed(place, value)
+    return {key: _decoded(place, item, parts.get(key)) for key, item in value.items()}
 
 
 class BadRow(ValueError):
@@ -95,15 +91,17 @@ def data_rows(section: ProblemSection, place: str) -> Iterator[DataRow]:
 
 def _folder(path: Path, section: ProblemSection, place: str) -> Iterator[DataRow]:
     """Yield the rows of a folder's files, or of the data set that is saved in the folder."""
-    files = [file for file in sorted(path.iterdir()) if file.suffix in READERS]
-    files = [file for file in files if file.name not in DESCRIPTIONS]
-    if _is_saved(path) or (not files and any(map(_has_rows, path.rglob("*")))):
+    files = [file for file in sorted(path.iterdir()) if _has_rows(file)]
+    if _is_saved(path) or (not files and any(map(_has_rows, path.rglob("*.*")))):
         yield from _data_set(str(path.absolute()), section, place)
         return
     for key, value in (("subset", section.subset), ("split", section.split)):
         if value not in (None, "train"):
             rule = "only a data set on the Hub has one, and this is a folder; drop it"
             raise RecipeError(f"{place}.{key}={value}: {rule}")
+    if not files:
+        kinds = ", ".join(READERS)
+        raise BadRow(f"has no rows in files of the kinds {kinds}; name another folder")
     for file in files:
         yield from _file(file)
 
@@ -115,7 +113,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _has_rows(file: Path) -> bool:
-    return file.suffix in (*READERS, ".arrow") and file.name not in DESCRIPTIONS
+    return file.suffix in READERS and file.name not in DESCRIPTIONS
 
 
 def _file(file: Path) -> Iterator[DataRow]:
@@ -253,7 +251,7 @@ def _data_set(data: str, section: ProblemSection, place: str) -> Iterator[DataRo
     except ConnectionError as error:
         raise BadRow(f"the Hub cannot be reached: {one_line(error)}; name a file") from error
     except Exception as error:  # Builders raise errors of any type.
-        if isinstance(error, OSError) and error.errno is not None:
+        if not local and isinstance(error, OSError) and error.errno is not None:
             remedy = "set HF_HOME to a folder that you may write"
             raise BadRow(f"cannot be cached: {one_line(error)}; {remedy}") from error
         keys = f"{place}.subset={shown(section.subset)}, {place}.split={section.split}"

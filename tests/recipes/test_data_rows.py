@@ -131,7 +131,7 @@ def test_declared_json_is_decoded_wherever_it_stands(
 def test_broken_declared_json_is_refused_with_row_and_column(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "j": "1"}, {"prompt": "q", "j": "{"}]
     parquet.write_table(with_type(TEXT, NOTE, rows), tmp_path / "x.parquet")
-    said = "x.parquet, row 2: j is declared as JSON and is none: Expecting property name"
+    said = "x.parquet, row 2: j: is no JSON: Expecting property name"
     assert said in refusal(tmp_path / "x.parquet", answer_column=None, rewards=["m:f"])
 
 
@@ -244,6 +244,9 @@ def test_missing_column_is_told_with_the_names_of_the_set(tmp_path: Path) -> Non
     nested = {"prompt": "c", "reward_model": {"ground_truth": "b"}}
     line = told(nested, answer_column="reward_model")
     assert line.endswith("; set task.answer_column=reward_model.ground_truth")
+    line = told({"prompt": "c", "answer": {"list": [], "value": 3}})
+    rule = "answer has columns of its own, and is neither text nor a number"
+    assert line == f"x.jsonl, line 1: {rule}; set task.answer_column=answer.value"
 
 
 def test_rows_have_all_columns_of_the_set_and_nested_answers_may_be_null(tmp_path: Path) -> None:
