@@ -401,7 +401,7 @@ BUGS = [
         "a request of verl whose caller left is generated to its end",
         "trainer_bridge/adoption/verl/request_loop.py",
         "trainer_bridge/adoption/test_request_loop.py",
-        "            self.cancel(key)\n",
+        "            self._cancelled.append(key)\n",
         "",
     ),
     Bug(
@@ -457,8 +457,8 @@ BUGS = [
         "an evaluation runs a step late",
         "recipes/loops/loop.py",
         "recipes/test_run.py",
-        "(step - 1) % self.setup.recipe.eval.every == 0",
-        "step % self.setup.recipe.eval.every == 0",
+        "if every and (step - 1) % every == 0 and",
+        "if every and step % every == 0 and",
     ),
     Bug(
         "`latest` names a checkpoint that is still being written",
@@ -477,10 +477,10 @@ BUGS = [
     ),
     Bug(
         "a resumed run has the evaluation after its checkpoint twice",
-        "recipes/logs/run_folder.py",
-        "recipes/test_run_folder.py",
-        'row["step"] < step or (row["kind"] == "train" and row["step"] == step)',
-        'row["step"] <= step',
+        "recipes/loops/loop.py",
+        "recipes/test_continued_runs.py",
+        'return newest is not None and newest["step"] == updates',
+        "return False",
     ),
     Bug(
         "a stage's peak omits torch's own peak",
