@@ -33,6 +33,7 @@ from rollout.serving.samples import EngineStats, Sample, Step, names_of
 from rollout.serving.scheduler import Intake, Scheduler, for_each
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
+from rollout.weights.pages import shorten
 from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
@@ -233,6 +234,8 @@ class Engine(EngineBase):
         Raises:
             StateError: Names why the engine is unavailable.
             ValueError: Names a prompt that is invalid or can never fit.
+            FloatingPointError: A log-probability is not finite. Names the weights that are not, if
+                any. Later requests use no prefix that is cached now.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
         self._require_current(together=True)
@@ -251,6 +254,8 @@ class Engine(EngineBase):
             try:
                 while any(sample.finish_reason is None for sample in samples):
                     self._step()
+                    if (error := self._not_finite(samples)) is not None:
+                        raise error
                     if on_progress is not None:
                         done = sum(sample.finish_reason is not None for sample in samples)
                         tokens = sum(len(sample.output) for sample in samples)
@@ -262,6 +267,22 @@ class Engine(EngineBase):
         return [
             list(map(Sample.completion, request[: request[0].params.n])) for request in requests
         ]
+
+    def _not_finite(self, samples: Sequence[Sample]) -> FloatingPointError | None:
+        """Return an error if the last log-probability of a sample was not finite."""
+        broken = next((sample for sample in samples if sample.broken), None)
+        if broken is None:
+            return None
+        text = f"a log-probability of sample {broken.name} is not finite after "
+        text += f"{broken.length - len(broken.prompt)} tokens of version {self.store.last_version}"
+        if names := self.store.not_finite():
+            return FloatingPointError(
+                f"{text}: NaN or infinity in {shorten(names)}; load or sync finite weights"
+            )
+        return FloatingPointError(
+            f"{text}: the weights are finite, so values exceeded the range of the dtype of the "
+            f"engine or of its KV cache; use dtype bfloat16 or float32 and kv_cache_dtype auto"
+        )
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Queue a checked request; subclasses override this to do more with each request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,10 +61,13 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
+        rule = "must be a sequence of token ids, such as (5,)"
+        listed = self.stop_token_ids is None or isinstance(self.stop_token_ids, Iterable)
+        check_option(self, "stop_token_ids", listed, rule)
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         whole = all(_is_number(token, Integral) for token in self.stop_token_ids or ())
-        check_option(self, "stop_token_ids", whole, "must be token ids")
+        check_option(self, "stop_token_ids", whole, rule)
         check_counts(self, "max_tokens", "n", "beam_width")
         check_counts(self, "top_k", *([] if self.seed is None else ["seed"]), least=0)
         for name in ("temperature", "top_p", "length_penalty"):

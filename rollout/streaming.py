@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ from rollout.engine import Engine
 from rollout.requests import Completion, SamplingParams
 from rollout.serving.samples import Sample
 from rollout.weights.update import require_active
+
+Ended = dict[str, list[Completion] | ValueError | FloatingPointError]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class StreamingEngine(Engine):
 
     def advance(
         self, arrivals: Sequence[Arrival] = (), *, cancelled: Iterable[str] = (), steps: int = 1
-    ) -> dict[str, list[Completion] | ValueError]:
+    ) -> Ended:
         """Queue and cancel requests, then run steps until a request ends.
 
         A cancelled request ends with its present answers; an unknown key is ignored.
@@ -54,15 +57,21 @@ class StreamingEngine(Engine):
             steps: Maximum number of steps.
 
         Returns:
-            The samples of each request that has ended, or the error of a request that can never be
-            answered, by key.
+            The samples of each request that has ended, by key; or a ValueError if it can never be
+            answered, or a FloatingPointError if a log-probability of it is not finite.
 
         Raises:
+            ValueError: A key is in use by an unfinished request or twice in `arrivals`. Nothing
+                changed.
             StateError: Names why the engine is unavailable. No request is left, as after any error.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
         opened = self._opened
-        ended: dict[str, list[Completion] | ValueError] = {}
+        ended: Ended = {}
+        names = Counter(arrival.key for arrival in arrivals) + Counter(opened.keys())
+        if twice := [arrival.key for arrival in arrivals if names[arrival.key] > 1]:
+            rule = "is the key of an unfinished request; give each request a key of its own"
+            raise ValueError(f"arrival {twice[0]!r} {rule}")
         with held():
             try:
                 if not self.scheduler.running:
@@ -89,10 +98,14 @@ class StreamingEngine(Engine):
                 raise
         return ended
 
-    def _take_ended(self) -> dict[str, list[Completion] | ValueError]:
-        ended: dict[str, list[Completion] | ValueError] = {}
+    def _take_ended(self) -> Ended:
+        ended: Ended = {}
         for key, samples in [*self._opened.items()]:
-            if all(sample.finish_reason is not None for sample in samples):
+            if (error := self._not_finite(samples)) is not None:
+                self.scheduler.abort(samples)
+                ended[key] = error
+                del self._opened[key]
+            elif all(sample.finish_reason is not None for sample in samples):
                 ended[key] = [sample.completion() for sample in samples[: samples[0].params.n]]
                 del self._opened[key]
         return ended

@@ -26,7 +26,7 @@ def teacher_forced(
     Listeners of `rollout.tap` get the logits of each response token, too. A token whose probability
     is below the resolution of fp32 sums, 1e-7, may get NaN: it cannot be drawn.
     """
-    runner = engine.runner
+    runner, scores = engine.runner, list[float]()
     params = SamplingParams(max_tokens=len(response), temperature=temperature, ignore_eos=True)
 
     @torch.inference_mode()
@@ -36,15 +36,16 @@ def teacher_forced(
         (row,), (member,) = rows, samples
         token = response[len(member.output)]
         own = tap("logits", logits[row : row + 1])
-        return [token], [_log_prob(own, token, temperature)]
+        scores.append(_log_prob(own, token, temperature))
+        return [token], [0.0]  # a NaN would end the request
 
     usual = runner.sample
     runner.sample = forced  # type: ignore[method-assign]
     try:
-        ((completion,),) = engine.generate([list(prompt)], params)
+        engine.generate([list(prompt)], params)
     finally:
         runner.sample = usual  # type: ignore[method-assign]
-    return completion.logprobs
+    return scores
 
 
 def _log_prob(logits: Tensor, token: int, temperature: float) -> float:

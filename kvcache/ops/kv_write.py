@@ -191,7 +191,9 @@ def _copy_row(  # type: ignore[no-untyped-def]
     head, d = column // DIM, column % DIM
     value = tl.load(rows + i * stride_n + head * stride_h + d * stride_d, mask=inside)
     if MANTISSA:
-        value = encode_fp8(saturate(value.to(tl.float32) * tl.load(scale), LIMIT), MANTISSA, BIAS)
+        wide = value.to(tl.float32)
+        code = encode_fp8(saturate(wide * tl.load(scale), LIMIT), MANTISSA, BIAS)
+        value = tl.where(tl.abs(wide) < float("inf"), code, 0x7F)  # NaN in both formats
     tl.store(buffer + slot * slot_stride + head * head_stride + d, value, mask=inside)
 
 
@@ -232,6 +234,7 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None]
     at += element[None, :] * stride_d
     values = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
+    finite = tl.min((tl.abs(values) < float("inf")).to(tl.int32), 1)
     values = tl.where(values == values, values, 0.0)
     even, odd = tl.split(tl.reshape(values, (BLOCKS, 8, 2)))
     scale = fp4_scale(even, odd)
@@ -240,7 +243,7 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     tl.store(to, byte.to(tl.uint8), mask=inside[:, None])
     tl.store(
         scales + slot * scale_slot + head * scale_head + first // 16,
-        scale.to(tl.uint8),
+        tl.where(finite == 1, scale, 255).to(tl.uint8),
         mask=inside,
     )
 

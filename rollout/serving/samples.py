@@ -68,6 +68,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights that generated the output
     finish_reason: FinishReason | None = None  # None while the sample is unfinished
+    broken: bool = False  # whether a log-probability was not finite, which ended the sample
     handle: ReqHandle | None = None  # the running sequence; None while the sample waits
     computed: int = 0  # number of leading tokens whose keys and values are cached
     prefill_len: int = 0  # number of tokens to compute in chunks before decode starts

@@ -1,8 +1,9 @@
 """Continuous batching: validates requests and chooses the samples of each step, without tensors."""
 
 import contextlib
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from heapq import nlargest
 from itertools import chain
 from typing import Any
@@ -242,6 +243,9 @@ class Scheduler:
 
     def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
         """Advance a beam search by one token. Dead branches free their pages before others fork."""
+        if any(math.isnan(logprob) for _, logprob in chain.from_iterable(candidates)):
+            self._break(group.members)
+            return
         forks = group.search.advance(candidates, version)
         if group.search.done:
             self._end(group)
@@ -257,10 +261,23 @@ class Scheduler:
         sample.output.append(token)
         sample.logprobs.append(logprob)
         sample.versions.append(version)
-        if token in sample.stop_ids:
+        if not math.isfinite(logprob):
+            self._break([sample])
+        elif token in sample.stop_ids:
             self._finish(sample, "stop")
         elif len(sample.output) == sample.params.max_tokens:
             self._finish(sample, "length")
+
+    def _break(self, samples: Sequence[Sample]) -> None:
+        """End samples with a log-probability that is not finite.
+
+        Their keys and values, and those of the prefixes that they share, may be NaN. So no later
+        request may use any prefix that is cached now.
+        """
+        self.blocks.new_weights()
+        for sample in samples:
+            sample.broken = True
+        self.abort(samples)
 
     def preempt_all(self) -> None:
         """Requeue every running sample, oldest first; cached pages stay."""
@@ -343,9 +360,16 @@ def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
 
 
 def for_each(
-    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]
+    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts."""
+    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts.
+
+    Raises:
+        ValueError: The prompts are no sequence of sequences, or the numbers differ.
+    """
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sized):
+            raise _no_prompt(f"prompt {i}")
     expanded = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(expanded) != len(prompts):
         raise ValueError(
@@ -359,9 +383,16 @@ def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
     """Return the prompt as an array of integers, or raise a ValueError that calls it `name`."""
     with contextlib.suppress(ValueError):  # raised for nested sequences of different lengths
         ids = np.asarray(prompt)
-        if ids.ndim == 1 and ids.dtype.kind in "iu":
+        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
             return ids
-    raise ValueError(f"{name} must be a sequence of token ids (integers); encode text first")
+    raise _no_prompt(name)
+
+
+def _no_prompt(name: str) -> ValueError:
+    return ValueError(
+        f"{name} must be a sequence of token ids (integers); encode text first, and pass a list of "
+        f"such sequences even for one prompt"
+    )
 
 
 class Intake:
@@ -381,13 +412,11 @@ class Intake:
 
     def check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise a ValueError, which calls the prompt `name`, if it can never be answered."""
-        if not len(prompt):
-            raise ValueError(f"{name} is empty; it needs at least one token")
         ids = _token_ids(name, prompt)
-        if ids.min() < 0 or ids.max() >= self._model.vocab_size:
-            raise ValueError(
-                f"{name} has token ids outside [0, {self._model.vocab_size}); check the tokenizer"
-            )
+        if not len(ids):
+            raise ValueError(f"{name} is empty; it needs at least one token")
+        self._check_ids(name, ids)
+        self._check_ids(f"stop_token_ids of {name}", np.asarray(params.stop_token_ids or (0,)))
         self._scheduler.check_fits(name, len(prompt), params)
         if len(prompt) + params.max_tokens > self._max_context_len:
             raise ValueError(
@@ -397,6 +426,11 @@ class Intake:
             )
         if params.beam_width > 1:
             check_vocabulary(name, params, len(self._stop_ids(params)), self._model.vocab_size)
+
+    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+        size = self._model.vocab_size
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(f"{name} has token ids outside [0, {size}); check the tokenizer")
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Queue a request; return its samples."""

@@ -32,7 +32,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from rollout.errors import WeightUpdateError
 from rollout.tag_names import WEIGHTS_SHADOW
 from rollout.weights.messages import PackedBox, UpdateReceipt, WeightOffer, WriteReceipt
-from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages
+from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages, shorten
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
@@ -117,7 +117,8 @@ class WeightUpdate:
         """Read the written pages back and compare them with the receipt."""
         started = time.perf_counter()
         update = self._unverified("verify a weight update")
-        digest = self._store.digest(self._shadow.arena if update.shadow else None, update.names)
+        pages = self._shadow.arena if update.shadow else None
+        digest = self._store.digest(pages, update.names)
         claims = {
             "version": (receipt.version, update.version),
             "layout_hash": (receipt.layout_hash, self._store.manifest.layout_hash),
@@ -132,6 +133,13 @@ class WeightUpdate:
         ]:
             text = f"the update to version {update.version} failed verification"
             reason = f"{text}: the writer's {', '.join(wrong)}"
+            self._close(reason)
+            raise WeightUpdateError(f"{reason}; {self._consequence()}")
+        if names := self._store.not_finite(pages, update.names):
+            reason = (
+                f"the update to version {update.version} has NaN or infinity in {shorten(names)}: "
+                f"the trainer's values are not finite, or exceed the range of the engine's dtype"
+            )
             self._close(reason)
             raise WeightUpdateError(f"{reason}; {self._consequence()}")
         self._open = replace(update, digest=digest, buffers=receipt.buffers)

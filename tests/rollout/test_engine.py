@@ -75,6 +75,13 @@ def test_stop_token_ids_end_answers_and_ignore_eos_ignores_the_models_own(
         (["a"], {}, "prompt 1 must be a sequence of token ids"),
         ("ab", {}, "prompt 1 must be a sequence of token ids"),
         ([[1], [2, 3]], {}, "prompt 1 must be a sequence of token ids"),
+        (1, {}, "prompt 1 must be a sequence of token ids .*pass a list of such sequences"),
+        (
+            [1],
+            {"stop_token_ids": (3, 199)},
+            r"stop_token_ids of prompt 1 has .* outside \[0, 199\)",
+        ),
+        ([1], {"stop_token_ids": (-1,)}, "stop_token_ids of prompt 1 has token ids outside"),
         ([1] * 50, {"max_tokens": 80}, "prompt 1 needs .* KV tokens .*raise kv_tokens or lower"),
         ([1] * 50, {"max_tokens": 20}, "prompt 1 needs 70 positions .*max_context_len is 64"),
     ],

@@ -71,6 +71,18 @@ def test_cancelled_and_impossible_requests_end_without_the_others(path: str) -> 
     engine.check_integrity()
 
 
+def test_a_key_is_refused_while_its_request_is_unfinished(path: str) -> None:
+    engine = StreamingEngine.from_pretrained(path, **SIZES)
+    engine.advance([arrival(0)], steps=2)
+    with pytest.raises(ValueError, match="arrival '0' is the key of an unfinished request"):
+        engine.advance([arrival(1), arrival(0)])
+    with pytest.raises(ValueError, match="arrival '1' is the key of an unfinished request"):
+        engine.advance([arrival(1), arrival(1, max_tokens=600)])
+    assert list(finish(engine)) == ["0"]
+    engine.check_integrity()
+    assert list(engine.advance([arrival(0)], steps=9)) == ["0"]
+
+
 def test_error_leaves_no_request_in_the_engine(path: str) -> None:
     engine = StreamingEngine.from_pretrained(path, **SIZES)
     engine.advance([arrival(0)])

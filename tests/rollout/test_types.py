@@ -76,3 +76,5 @@ def test_contradictory_fields_are_refused(factory: Any, fields: dict[str, Any], 
 
 def test_stop_token_ids_may_be_any_sequence() -> None:
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stop_token_ids=5 must be a sequence of token ids"):
+        SamplingParams(stop_token_ids=5)  # type: ignore[arg-type]

@@ -104,6 +104,28 @@ def test_parameter_of_new_shape_dtype_or_device_is_refused_by_name(
     assert engine.served_version() == 1 and serves(engine, before)
 
 
+@pytest.mark.parametrize("shadow", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float16, 7e4), (torch.bfloat16, -3.4e38), (torch.float32, torch.nan)],
+)
+def test_value_beyond_the_engine_s_dtype_is_refused_by_name(
+    dtype: torch.dtype, value: float, shadow: bool, device: str, tmp_path: Path
+) -> None:
+    params = params_of(tmp_path, device)
+    engine = engine_of(str(tmp_path), device, dtype=dtype)
+    sync = module_sync(params, [engine])
+    sync.sync(1)
+    kept = params[SQUARE].data[3, 5].clone()
+    params[SQUARE].data[3, 5] = value
+    with pytest.raises(Exception, match=f"version 2 has NaN or infinity in {SQUARE}: "):
+        sync.sync(2, shadow=shadow)
+    assert engine.served_version() == (1 if shadow else None)
+    params[SQUARE].data[3, 5] = kept
+    sync.sync(3)
+    assert serves(engine, params)
+
+
 def test_parameter_with_new_sharding_is_refused_by_name(
     model_path: str, make_trainer: Callable[..., Any]
 ) -> None:
