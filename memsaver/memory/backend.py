@@ -201,6 +201,10 @@ class Backend(ABC):
 
     @abstractmethod
     def error_name(self, code: int) -> str: ...
+    def names_limit(self, code: int) -> bool:
+        """Return whether `error_name` names a limit of the process, which is then the remedy."""
+        return False
+
     @abstractmethod
     def reserve(self, nbytes: int) -> int: ...
     @abstractmethod

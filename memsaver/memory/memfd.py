@@ -20,10 +20,10 @@ from memsaver.memory.backend import Backend, Transfer
 from memsaver.native import build, shim
 from memsaver.native.shim import Operation
 from memsaver.system.host_memory import available_memory
-from memsaver.system.libc import MAP_FAILED, libc
+from memsaver.system.libc import MAP_FAILED, NO_MEMORY, fill_holes, libc
+from memsaver.system.limits import limit_remedy
 from memsaver.system.threads import workers
 
-_MAP_NORESERVE = 0x4000
 _THREADS = min(8, os.cpu_count() or 1)
 _CHUNK = 8 << 20  # bytes: less is not worth another thread
 
@@ -32,6 +32,16 @@ class _Functions(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("alloc", "free_any", "make_room")]
 
 
+_reserved: dict[int, int] = {}  # bytes by address
+
+
+def _fill_in_child() -> None:
+    for address, nbytes in _reserved.items():
+        fill_holes(address, nbytes)
+    _reserved.clear()
+
+
+os.register_at_fork(after_in_child=_fill_in_child)
 _rooms: dict[int, weakref.WeakMethod[Callable[[int], bool]]] = {}  # by slot
 _interrupts = threading.local()  # .noted: the exception of a signal handler in ``_make_room``
 
@@ -97,18 +107,19 @@ class HostBackend(Backend):
         self.total_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
     def reserve(self, nbytes: int) -> int:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         with self._call(Operation.RESERVE, nbytes):
-            address = libc().mmap(None, nbytes, 0, flags, -1, 0)
+            address = libc().mmap(None, nbytes, 0, NO_MEMORY, -1, 0)
             if address == MAP_FAILED:
                 raise BackendError(
                     f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}"
                 )
+        _reserved[address] = nbytes
         return int(address)
 
     def unreserve(self, address: int, nbytes: int) -> None:
         if self.forked:
-            return  # the child did not inherit the range, and may have mapped something there
+            return  # the child may have mapped something there
+        _reserved.pop(address, None)
         with self._call(Operation.UNRESERVE, nbytes):
             if libc().munmap(address, nbytes):
                 raise BackendError(
@@ -130,14 +141,14 @@ class HostBackend(Backend):
             codes = list(workers("copy").map(partial(shim.copy, self.phys), groups))
         self._check("copy", max(codes, default=0))
 
+    def names_limit(self, code: int) -> bool:
+        return limit_remedy(code) is not None
+
     @property
     def device_free_bytes(self) -> int:
         return available_memory()
 
     def error_name(self, code: int) -> str:
-        hint = ""
-        if code == errno.EMFILE:
-            hint = "; raise the limit of open files (ulimit -n)"
-        elif code == errno.ENOMEM:
-            hint = "; the machine or vm.max_map_count is exhausted"
-        return f"{errno.errorcode.get(code, code)} ({os.strerror(code)}){hint}"
+        exhausted = "the machine or vm.max_map_count is exhausted" if code == errno.ENOMEM else None
+        text = f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
+        return "; ".join(filter(None, (text, limit_remedy(code) or exhausted)))

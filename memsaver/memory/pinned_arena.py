@@ -25,7 +25,8 @@ from typing import NamedTuple, Protocol
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.ops.layout import joined, round_up
 from memsaver.system.host_memory import available_memory
-from memsaver.system.libc import MAP_FAILED, libc
+from memsaver.system.libc import MAP_FAILED, fill_holes, libc
+from memsaver.system.limits import limit_remedy
 from memsaver.system.threads import workers
 
 HUGE_PAGE = 2 << 20
@@ -38,7 +39,15 @@ _AT_ONCE = 2  # segments that are obtained in the background: one populated, one
 
 
 _held: dict[int, int] = {}  # bytes by address; empty in a forked child
-os.register_at_fork(after_in_child=_held.clear)
+
+
+def _fill_in_child() -> None:
+    for address, nbytes in _held.items():
+        fill_holes(address, nbytes)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_fill_in_child)
 
 
 class Pinner(Protocol):
@@ -96,7 +105,9 @@ def _map(nbytes: int) -> int:
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     raw = libc().mmap(None, nbytes + HUGE_PAGE, access, flags, -1, 0)
     if raw == MAP_FAILED:
-        raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
+        code = ctypes.get_errno()
+        remedy = limit_remedy(code) or "free host memory"
+        raise MemoryError(f"mapping {format_bytes(nbytes)}: {os.strerror(code)}; {remedy}")
     address = round_up(raw, HUGE_PAGE)
     # whole huge pages only
     for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
+MEMORY = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number above this
+_open: dict[Path, int] = {}  # descriptors
 RAY_KEEPS = 0.05  # share of the memory; Ray's monitor kills workers when less is free
 
 
 def available_memory() -> int:
     """Return the bytes that can be taken now within every limit, including Ray's monitor's."""
-    memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
+    total, free = _machine_memory()
     if (group := container_memory()) is not None:
         total, free = min(total, group.limit), min(free, group.free)
     return max(0, free - int(RAY_KEEPS * total))
+
+
+def _machine_memory() -> tuple[int, int]:
+    """Return the bytes of the machine, and those that are available."""
+    lines = (line.split() for line in _read(MEMORY).splitlines())
+    sizes = {line[0]: int(line[1]) << 10 for line in lines}
+    return sizes["MemTotal:"], sizes["MemAvailable:"]
 
 
 class Group(NamedTuple):
@@ -63,7 +70,19 @@ def _memory_folders() -> list[tuple[Path, str, str]]:
 
 
 def _read(path: Path) -> str:
+    """Read a file that stays open: a pause must succeed where no descriptor is left."""
     try:
-        return path.read_text().strip()
+        if path not in _open:
+            _open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(_open[path], 1 << 16, 0).decode().strip()
     except OSError:  # missing, or not readable
         return ""
+
+
+def _close_in_child() -> None:
+    for descriptor in _open.values():  # the files of /proc/self are the parent's
+        os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

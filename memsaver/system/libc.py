@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from functools import cache
 
 MAP_FAILED = ctypes.c_void_p(-1).value
+NO_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_NOREPLACE, _NORMAL = 0x100000, 0  # MAP_FIXED_NOREPLACE, MADV_NORMAL
 
 
 @cache
@@ -18,3 +21,18 @@ def libc() -> ctypes.CDLL:
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.renameat2.argtypes = [*(ctypes.c_int, ctypes.c_char_p) * 2, ctypes.c_uint]
     return library
+
+
+def fill_holes(address: int, nbytes: int) -> None:
+    """Make every access to unmapped pages of a range a segmentation fault, in a forked child.
+
+    The child does not inherit the pages. If its own next mappings fell into the holes, old pointers
+    would read them as the parent's data.
+    """
+    if libc().mmap(address, nbytes, 0, NO_MEMORY | _NOREPLACE, -1, 0) != MAP_FAILED:
+        return
+    # The advice fails only where a page is unmapped.
+    if libc().madvise(address, nbytes, _NORMAL) and nbytes > mmap.PAGESIZE:
+        half = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        fill_holes(address, half)
+        fill_holes(address + half, nbytes - half)

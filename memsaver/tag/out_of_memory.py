@@ -64,6 +64,8 @@ def shortage(
         more = 0
         why = f"the driver refused with {accounts.backend.error_name(cause.driver)}"
         advice = "Have another tag paused by its owner, or free memory of the holders"
+        if accounts.backend.names_limit(cause.driver):
+            advice = "Have that limit raised"
     holders = accounts.holders()
     if holders[PAGE_POOL]:
         advice = f"trim() releases the page pool's memory. {advice}"

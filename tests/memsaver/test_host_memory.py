@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from memsaver.system import host_memory
@@ -40,8 +38,11 @@ def test_available_memory_respects_tightest_group(
     (tmp_path / "self").write_text(
         f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n"
     )
-    memory = SimpleNamespace(total=16 * GIB, available=8 * GIB)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    kib = 1 << 20
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: {16 * kib} kB\nMemFree: 5 kB\nMemAvailable: {8 * kib} kB\nHugePages_Total: 0\n"
+    )
+    monkeypatch.setattr(host_memory, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(host_memory, "CGROUP_OF_SELF", tmp_path / "self")
     assert host_memory.container_memory() is None and available() == 8 * GIB  # no files

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import gc
 import mmap
 import operator
@@ -78,6 +79,28 @@ def test_forked_child_is_inert_and_holds_no_memory() -> None:
     assert memfd_bytes([os.getpid()])
     assert a.sum() == 100000 and b.sum() == 3000
     saver.check_integrity()
+
+
+def test_forked_child_crashes_on_its_parents_memory_whatever_it_maps_itself() -> None:
+    saver = memsaver.MemorySaver("cpu")
+    own = saver.empty(9 * MIB, torch.uint8, tag="own").fill_(1)
+    saved = saver.empty(3 * MIB, torch.uint8, tag="saved", content="host").fill_(2)
+    grown = [saver.empty(n * MIB, torch.uint8, tag="grown").fill_(n) for n in (1, 5, 2)]
+    saver.pause("saved")
+    kept = [piece.address for piece in saver.pinned_arena.take(2 * MIB)]
+    with memsaver.attach(saver.share("own")) as lease:
+        leased = lease.tensor((9 * MIB,), torch.uint8)
+        places = [t.data_ptr() + at for t in (own, leased, *grown) for at in (0, t.nbytes - 1)]
+        for place in (*places, saved.data_ptr(), *kept):
+
+            def child(place: int = place) -> None:
+                faulthandler.disable()
+                mine = [mmap.mmap(-1, n << 12) for n in (*range(1, 300), *[256] * 40)]
+                ctypes.string_at(place, 1)
+                assert mine
+
+            assert _exits(child) == -signal.SIGSEGV, place
+    assert own.sum() == 9 * MIB
 
 
 def test_forked_child_does_not_deadlock_on_lock_of_another_thread() -> None:
@@ -202,6 +225,7 @@ def test_forked_child_keeps_mapping_made_at_parents_addresses(how: str) -> None:
     del tensor  # the tag keeps the memory
 
     def child() -> None:
+        libc().munmap(first, 64 * MIB)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
         start = libc().mmap(first, 64 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         assert start == first, "the addresses are in use"
