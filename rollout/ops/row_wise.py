@@ -18,7 +18,8 @@ order of its sum of squares differs. A program computes one wide row or several 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,14 @@ def row_invariant_products(device: torch.device) -> Iterator[None]:
         for name, setting in saved.items():
             setattr(matmul, name, setting)
         torch.backends.cuda.preferred_blas_library(library)
+
+
+def same_products(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a function whose contexts launch products with the bits of those launched now."""
+    matmul = torch.backends.cuda.matmul
+    if device.type != "cuda" or getattr(matmul, f"{_REDUCTIONS[0]}_split_k"):
+        return contextlib.nullcontext
+    return partial(row_invariant_products, device)
 
 
 def rms_norm(

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
 from rollout.ops.token_sampling import SamplingBatch, sample
+from rollout.tap import listening
 from tests.helpers.case_selection import pairwise, some
 from tests.helpers.trainer_bridge.models import (
     make_batch,
@@ -205,6 +206,46 @@ def test_gradient_stays_exact_with_a_large_common_offset(
     # The gradient of a logit and its product with the hidden state are rounded, too.
     allowed = (off + 4 * U * slope.abs())[:, None] * hidden[0].abs().double()
     assert_below(weight.grad - slope[:, None] * hidden[0].double(), allowed)
+
+
+class Summed:
+    """A total of gradients."""
+
+    def __init__(self, words: int) -> None:
+        self.value = torch.zeros(words, WIDTH)
+
+    def apply(self, add: Callable[[Tensor], object]) -> None:
+        add(self.value)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", [9, 300, 4999])
+def test_backward_has_the_logits_of_forward(
+    words: int, dtype: torch.dtype, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of few rows or words may have other bits than padded ones, on the CPU, too."""
+    monkeypatch.setattr(token_scores_module, "SLICE_BYTES", 1)
+    usual, backward = token_scores_module.logits_to_gradient, []
+
+    def recorded(logits: Tensor, *args: Any) -> None:
+        backward.append(logits.clone())
+        usual(logits, *args)
+
+    monkeypatch.setattr(token_scores_module, "logits_to_gradient", recorded)
+    draw = torch.Generator().manual_seed(words)
+    weight = torch.randn(words, WIDTH, generator=draw).to(dtype).requires_grad_()
+    for tokens in (16, 48) if summed else (1, 5, 16, 37):
+        hidden = torch.randn(tokens, WIDTH, generator=draw).to(dtype).requires_grad_()
+        target = torch.randint(words, (tokens,), generator=draw)
+        forward: list[Tensor] = []
+        backward.clear()
+        with listening(lambda _, logits, seen=forward: seen.append(logits.clone())):
+            total = Summed(words) if summed else None
+            scores, _ = token_scores(hidden, weight, target, 0.01, total=total)
+        scores.sum().backward()
+        assert len(forward) == len(backward)
+        assert all(map(torch.equal, forward, backward))
 
 
 @pytest.mark.gpu

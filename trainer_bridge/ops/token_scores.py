@@ -34,6 +34,7 @@ from rollout.ops.log_softmax import (
     row_sums,
 )
 from rollout.ops.row_wise import linear as engine_linear
+from rollout.ops.row_wise import same_products
 from rollout.tap import tap
 from trainer_bridge.ops.exact import linear
 from trainer_bridge.ops.gradient_sums import Total, add_product, totals_of
@@ -87,10 +88,13 @@ class _TokenScores(torch.autograd.Function):
         impl: Impl,
         total: Total | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.total = total
+        ctx.total, ctx.slices = total, list(_slices(hidden, weight, total))
+        ctx.products = same_products(hidden.device)
         parts = [
-            reduce_logits(_logits(hidden, weight[start:stop]), target, start, temperature, impl)
-            for start, stop in _slices(hidden, weight)
+            reduce_logits(
+                tap("logits", _logits(hidden, weight[start:stop])), target, start, temperature, impl
+            )
+            for start, stop in ctx.slices
         ]
         return _scores(ctx, (hidden, weight, target), parts, temperature, impl)
 
@@ -104,11 +108,11 @@ class _TokenScores(torch.autograd.Function):
         trained = total is None and ctx.needs_input_grad[1]
         grad_weight = torch.empty_like(weight) if trained else None
         # With a total, no bits may depend on the number of rows.
-        slices = _slices(hidden, weight) if total is None else _slices_of(len(weight), _SUMMED)
         multiply = F.linear if total is None else engine_linear
-        for start, stop in slices:
+        for start, stop in ctx.slices:
             words = weight[start:stop]
-            logits = multiply(hidden, words)
+            with ctx.products():
+                logits = _logits(hidden, words)
             logits_to_gradient(logits, target, *inputs, start, ctx.temperature, ctx.impl)
             grad_hidden += multiply(logits, words.t())
             if total is not None:
@@ -156,7 +160,11 @@ def _scores(
 
 
 def _logits(hidden: Tensor, words: Tensor) -> Tensor:
-    return tap("logits", linear(hidden, words, None))
+    """Compute logits with the same bits in forward and backward.
+
+    The gradient divides differences between a logit and the sum of all by the temperature.
+    """
+    return linear(hidden, words, None)
 
 
 def _inputs(
@@ -167,8 +175,10 @@ def _inputs(
     return *norm, grad, None if grad_entropy is None else grad_entropy.contiguous()
 
 
-def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+def _slices(hidden: Tensor, weight: Tensor, total: Total | None) -> Iterator[tuple[int, int]]:
     """Yield (first word, end) of each slice of the vocabulary."""
+    if total is not None:
+        return _slices_of(len(weight), _SUMMED)
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
     width = max(width for width in _WIDTHS if width * row <= SLICE_BYTES or width == BLOCK)
     return _slices_of(words, width)
