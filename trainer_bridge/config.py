@@ -287,8 +287,9 @@ class TrainerConfig:
             adds partial sums as these ranks do.
         exact_expert_parallel: With `exact`, the `expert_parallel` of the rollout's engines.
         batch_invariant: Add the gradients of a weight over all tokens of a batch in order, so that
-            the bits of an update do not depend on `micro_batch_size`. Needs `exact`,
-            `keep_unsharded`, and a model without experts.
+            the bits of an update do not depend on `micro_batch_size`; a reference then scores by
+            the engine's operations, too. Needs `exact`, `keep_unsharded`, and a model without
+            experts; excludes `critic`.
         mismatch_dir: Directory to which the first update with such a difference saves the weights
             and unequal sequences, before it raises or goes on (`trace_mismatch`). None: nothing is
             saved.
@@ -339,6 +340,7 @@ class TrainerConfig:
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         wide = (self.param_dtype or self.dtype) == "float32"
         exact = not self.exact or self.device == "cpu" or not wide
+        alone = not self.batch_invariant or self.critic is None
         invariant = not self.batch_invariant or bool(self.exact and self.keep_unsharded)
         half = self.param_dtype != "float16" or self.dtype == "float32"
         _check(
@@ -378,6 +380,7 @@ class TrainerConfig:
             ),
             ("exact", exact, "needs param_dtype='bfloat16' or 'float16' on a GPU"),
             ("batch_invariant", invariant, "needs exact and keep_unsharded"),
+            ("batch_invariant", alone, "excludes a critic, whose values depend on the micro batch"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )
 

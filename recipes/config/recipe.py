@@ -379,6 +379,9 @@ class Recipe:
         ):
             rule = "needs exact=true, or warn, and trainer.keep_unsharded=true"
             yield "trainer.batch_invariant", rule
+        if self.trainer.batch_invariant and self.algorithm == "ppo":
+            rule = "excludes algorithm=ppo: the values of a critic depend on the micro batch"
+            yield "trainer.batch_invariant", rule
         if rank % 8 and "experts" in layers:
             rule = "must be a multiple of 8 for adapters of experts"
             yield "lora.rank", rule, f"set lora.rank={rank + -rank % 8}"

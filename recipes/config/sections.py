@@ -181,7 +181,7 @@ class TrainerSection:
         keep_unsharded: Whether unsharded parameters and gradients stay between micro batches: less
             time, more memory; auto: on a GPU where the plan has room, beside a native engine.
         batch_invariant: Whether the bits of the weights must not depend on `micro_batch_size`;
-            needs `exact` and `keep_unsharded`, for a model without experts.
+            needs `exact` and `keep_unsharded`, for a model without experts or a critic.
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing.
         threads: CPU threads of torch; null: torch's own choice.

@@ -97,6 +97,10 @@ def test_steps_with_other_micro_batches_on_a_gpu_end_with_the_same_bits(
         ("engine.kind=vllm", "engine.kind=vllm: computes other bits than exact=true promises"),
         ("grpo.epochs=2", "grpo.epochs=2: excludes exact=true"),
         ("trainer.batch_invariant=true", "trainer.batch_invariant=true: needs exact=true"),
+        (
+            "algorithm=ppo trainer.batch_invariant=true trainer.keep_unsharded=true",
+            "trainer.batch_invariant=true: excludes algorithm=ppo: the values of a critic",
+        ),
         ("correction.mode=decoupled", "correction.mode=decoupled: has nothing to correct"),
     ],
 )

@@ -22,6 +22,7 @@ from trainer_bridge.models.files.moments_8bit import (
     SECOND,
     code_tables,
     moment_specs,
+    zero_code,
 )
 from trainer_bridge.models.runtime import Runtime, side_by_side
 from trainer_bridge.sync.shards import Ints, like_shard, local_shard
@@ -109,9 +110,29 @@ class AdamW8bit(torch.optim.Optimizer):
                 moments[f"state{number}"] = held[f"{name}{CODES}"][part]
                 moments[f"absmax{number}"] = held[f"{name}{SCALES}"][blocks]
                 moments[f"qmap{number}"] = self._tables[name]
-            kernels.optimizer_update_8bit_blockwise(
-                "adam", grads[part], weights[part], **moments, **how
-            )
+            with _kept_zeros(grads[part], moments):
+                kernels.optimizer_update_8bit_blockwise(
+                    "adam", grads[part], weights[part], **moments, **how
+                )
+
+
+@contextlib.contextmanager
+def _kept_zeros(grads: Tensor, moments: Mapping[str, Any]) -> Iterator[None]:
+    """Keep moments at 0 where they are 0 and gradients are, as in rows of tokens never seen.
+
+    The kernel of the CPU codes 0 as 2e-5 of a block's scale, which would move these weights.
+    """
+    if grads.is_cuda:
+        yield
+        return
+    kept = []
+    for number, name in enumerate((FIRST, SECOND), 1):
+        codes, zero = moments[f"state{number}"], zero_code(name)
+        scales = moments[f"absmax{number}"].repeat_interleave(BLOCK)[: len(codes)]
+        kept.append((codes, (grads == 0) & ((codes == zero) | (scales == 0)), zero))
+    yield
+    for codes, zeros, zero in kept:
+        codes.masked_fill_(zeros, zero)
 
 
 def _parts(param: Tensor) -> Ints:

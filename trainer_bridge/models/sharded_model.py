@@ -82,8 +82,11 @@ def build_model(
     cannot be sharded or laid out as requested; or an adapter's target that does not exist.
     """
     check_directory(config.model_dir)
-    if tag != PARAMS:  # only the policy's forward is compared
-        config = dataclasses.replace(config, exact=False, batch_invariant=False)
+    if tag != PARAMS:
+        # A reference's scores enter the policy's loss. With `batch_invariant` they must not depend
+        # on the micro batch, either; otherwise only the policy's forward is compared.
+        exact = config.exact if config.batch_invariant and tag == REFERENCE else False
+        config = dataclasses.replace(config, exact=exact, batch_invariant=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
     if value_head := tag == CRITIC:

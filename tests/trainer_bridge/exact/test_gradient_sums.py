@@ -30,10 +30,9 @@ DIVISIONS = some(
 )
 LENGTHS = (61, 33, 1, 16, 47, 5, 40)
 BF16 = {"param_dtype": "bfloat16"}
-OTHER_MODELS = {"reference": True, "critic": CriticConfig()}
 CASES = some(
     ("llama", {"tie_word_embeddings": True}, {}),
-    ("qwen2", {}, {**BF16, "activation_checkpointing": "mlp", **OTHER_MODELS}),
+    ("qwen2", {}, {**BF16, "activation_checkpointing": "mlp", "reference": True}),
     whole=[
         ("qwen2", {"tie_word_embeddings": True}, {"exact_ranks": 2}),
         ("qwen3", {}, {"activation_checkpointing": "layers"}),
@@ -112,6 +111,9 @@ def test_batch_invariant_trainer_needs_exact_kept_parameters_and_no_experts(
     for changes in ({"exact": True}, {"keep_unsharded": True}):
         with pytest.raises(ValueError, match="True: needs exact and keep_unsharded"):
             TrainerConfig(model_path="model", batch_invariant=True, **changes)
+    complete: dict[str, Any] = {"exact": True, "keep_unsharded": True, "batch_invariant": True}
+    with pytest.raises(ValueError, match="batch_invariant=True: excludes a critic"):
+        TrainerConfig(model_path="model", critic=CriticConfig(), **complete)
     save_tiny(tmp_path, "qwen3_moe")
     with pytest.raises(ValueError, match="batch_invariant is for models without experts"):
         make_trainer(str(tmp_path), exact=True, keep_unsharded=True, batch_invariant=True)
@@ -162,3 +164,24 @@ def test_weights_do_not_depend_on_micro_batches(
         assert not any(torch.equal(before[name], found[-1][name]) for name in before)
     for other in found[1:]:
         assert_same_bits(found[0], other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference_scores_have_the_bits_of_the_policy_in_any_micro_batch(
+    dtype: Any, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "mistral", sliding_window=9)
+    batch, found = random_batch(199), []
+    for size in (1, 3, len(LENGTHS)):
+        trainer = make_trainer(
+            str(tmp_path),
+            exact=True,
+            batch_invariant=True,
+            keep_unsharded=True,
+            reference=True,
+            micro_batch_size=size,
+            param_dtype=None if dtype == "float32" else dtype,
+        )
+        trainer.reload("reference")
+        found += [trainer.compute_ref_log_prob(batch), trainer.compute_log_prob(batch)]
+    assert all(scores == found[0] for scores in found)

@@ -26,7 +26,12 @@ from tests.helpers.trainer_bridge.moments_8bit import EIGHT, SHAPE, dequantized,
 from tests.helpers.trainer_bridge.states import assert_same_bits, copied
 from trainer_bridge import CriticConfig, LoraConfig, Trainer, TrainerConfig
 from trainer_bridge.learning import adamw_8bit
-from trainer_bridge.models.files.moments_8bit import code_tables, moment_specs, requantize
+from trainer_bridge.models.files.moments_8bit import (
+    code_tables,
+    moment_specs,
+    requantize,
+    zero_code,
+)
 from trainer_bridge.offload import offloaded_bytes
 from trainer_bridge.sync.shards import local_shard
 
@@ -110,6 +115,28 @@ def test_updates_equal_those_of_bitsandbytes_own_optimizer(
             if in_8_bits:
                 scales = held[f"{name}.{moment}_scales"].view(-1)
                 assert torch.equal(scales, own[f"absmax{number}"])
+
+
+@pytest.mark.parametrize("chunk", [1024, adamw_8bit.CHUNK])
+def test_rows_without_gradient_keep_their_bits_until_they_get_one(
+    chunk: int, device: str, path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows share blocks with others; some get a gradient after the fourth step."""
+    monkeypatch.setattr(adamw_8bit, "CHUNK", chunk)
+    trainer = make_trainer(path, device=device, **EIGHT, weight_decay=0.0)
+    params: Any = dict(trainer.model.named_parameters())
+    before = {name: local_shard(param).clone() for name, param in params.items()}
+    for number, _ in enumerate(draws(trainer, 9)):
+        for name, param in params.items():
+            local = local_shard(param)
+            if number:
+                assert torch.equal(local[::3], before[name][::3]), name
+                assert (local[1::3] != before[name][1::3]).any(), name
+                waited = torch.equal(local[2::3], before[name][2::3])
+                assert waited == (number <= 4), name
+            grad = local_shard(param.grad)
+            grad[::3] = 0
+            grad[2::3] *= number >= 4
 
 
 def test_updates_stay_within_the_error_of_the_quantization(
@@ -319,6 +346,7 @@ def test_moments_of_other_shards_keep_their_bits_or_are_rounded_once(
         parts[dim if shape[dim] % ranks == 0 else 0] = ranks
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(old))
     whole = whole if moment == "exp_avg" else whole.square()
+    whole.view(-1)[::7] = 0
     codes, values, old_scales = torch.empty(shape, dtype=torch.uint8), whole.clone(), whole.clone()
     scales = moment_specs(shape, shape, tuple(olds))[f"{moment}_scales"][0]
     stored = torch.zeros(*olds, scales[-1])
@@ -328,7 +356,8 @@ def test_moments_of_other_shards_keep_their_bits_or_are_rounded_once(
         if rank < len(part) and part[rank].numel():
             at = sum(piece.shape[dim] for piece in part[:rank])
             box = (slice(None),) * dim + (slice(at, at + part[rank].shape[dim]),)
-            codes[box], maxima = in_blocks(part[rank], moment)
+            coded, maxima = in_blocks(part[rank], moment)
+            codes[box] = coded.masked_fill(part[rank] == 0, zero_code(moment))
             stored.view(old, -1)[rank, : len(maxima)] = maxima
             values[box], old_scales[box] = dequantized(codes[box], maxima, moment)
     dim = news.index(new)
@@ -354,6 +383,7 @@ def test_moments_of_other_shards_keep_their_bits_or_are_rounded_once(
             if len(then.unique()) == 1:
                 assert torch.equal(ours, theirs) and torch.equal(now, then)
             assert ((ours - theirs).abs() <= half_gap(moment) * now).all()
+            assert not ours[theirs == 0].any()
 
 
 def stride(shape: Sequence[int]) -> tuple[int, ...]:

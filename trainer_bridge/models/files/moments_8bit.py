@@ -40,6 +40,11 @@ def code_tables() -> dict[str, tuple[float, ...]]:
     return {name: tuple(create_dynamic_map(signed=name == FIRST).tolist()) for name in _MOMENTS}
 
 
+def zero_code(moment: str) -> int:
+    """Return the code that stands for 0. bitsandbytes codes 0 on the CPU as a small number."""
+    return code_tables()[moment].index(0.0)
+
+
 def moment_specs(shape: Ints, local: Ints, parts: Ints) -> dict[str, Spec]:
     """Return the shapes and dtypes of one rank's part of both moments, by name.
 
@@ -92,6 +97,7 @@ def requantize(tensors: Mapping[str, Tensor], name: str, stored: Tensor) -> None
         before = own[start : start + CHUNK].cpu()
         values = table[before.int()] * scale
         after, quantized = kernels.quantize_blockwise(values, code=table, blocksize=BLOCK)
+        after = after.masked_fill(values == 0, zero_code(moment))
         high, low = _maxima(scale), -_maxima(-scale)
         keep = high == low
         kept = keep.repeat_interleave(BLOCK)[: len(before)]
