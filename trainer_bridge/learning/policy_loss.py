@@ -12,6 +12,9 @@ from torch import Tensor
 from trainer_bridge.config import PolicyLoss
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch
 
+# In fp32, exp of a log-ratio above 88 is infinite, and NaN if it is multiplied by 0 later.
+_LARGEST = 80.0
+
 
 class PolicyTerms(NamedTuple):
     """Terms of the clipped policy loss, each [N]."""
@@ -54,7 +57,7 @@ def ppo_clip(loss: PolicyLoss, log_ratio: Tensor, advantages: Tensor) -> PolicyT
     al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (2020);
     clip-higher: Yu et al., "DAPO" (2025).
     """
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=_LARGEST).exp()
     free = ratio * advantages
     held = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * advantages
     gain = torch.minimum(free, held)
@@ -95,7 +98,7 @@ def cispo(loss: PolicyLoss, log_ratio: Tensor, logprobs: Tensor, advantages: Ten
     (2025), which has no lower limit (`clip_low` = 1).
     """
     with torch.no_grad():
-        ratio = log_ratio.exp()
+        ratio = log_ratio.clamp(max=_LARGEST).exp()
         weight = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
         low, high = ratio < 1 - loss.clip_low, ratio > 1 + loss.clip_high
     return PolicyTerms(-weight * advantages * logprobs, low, high)
@@ -117,8 +120,12 @@ def kl_terms(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio) - 1 - log_ratio of log(other / own probability) of each token."""
-    return log_ratio.exp() - 1 - log_ratio
+    """Return exp(log_ratio) - 1 - log_ratio of log(other / own probability) of each token.
+
+    Above `_LARGEST` the exponential continues as a line, so that the gradient keeps its direction.
+    """
+    limited = log_ratio.clamp(max=_LARGEST)
+    return limited.exp() * (1 + log_ratio - limited) - 1 - log_ratio
 
 
 def token_factors(loss: PolicyLoss, batch: SequenceBatch, micro: MicroBatch) -> Tensor | float:

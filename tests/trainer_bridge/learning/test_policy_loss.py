@@ -42,7 +42,7 @@ from trainer_bridge import (
 )
 from trainer_bridge.learning import flat, reference_figures
 from trainer_bridge.learning.losses import TokenValues, add_gradients, policy_gradient
-from trainer_bridge.learning.policy_loss import kl_terms, ppo_clip
+from trainer_bridge.learning.policy_loss import kl_terms, policy_terms, ppo_clip
 from trainer_bridge.ops import token_scores
 
 WORDS = 11
@@ -467,3 +467,26 @@ def test_entropy_bonus_of_trainer_matches_plain_transformers(
         assert set(asked) == {coefficient > 0}
         assert_metrics(metrics, {**expected, "entropy": float(entropy.detach())})
         assert_learned(bits(trainer), plain_bits(model, optimizer), 1)
+
+
+@pytest.mark.parametrize("fields", KINDS)
+def test_token_that_the_policy_left_far_behind_makes_no_term_nan(fields: dict[str, Any]) -> None:
+    """fp32 overflows at a log-ratio of 88; an advantage of 0 must still give a gradient of 0."""
+    moved = torch.tensor([-300.0, -90.0, 0.0, 79.0, 90.0, 300.0])
+    advantages = torch.tensor([[-1.0], [0.0], [1.0]]).expand(3, 6).flatten()
+    logprobs = moved.repeat(3).requires_grad_()
+    micro: Any = SimpleNamespace(token_counts=lambda: torch.ones(18, dtype=torch.int64))
+    loss = PolicyLoss(**fields)
+    terms = policy_terms(loss, logprobs - 0.0, logprobs, advantages, micro)
+    terms.loss.sum().backward()
+    assert logprobs.grad is not None
+    assert terms.loss.isfinite().all() and logprobs.grad.isfinite().all()
+    assert not terms.loss[6:12].any() and not logprobs.grad[6:12].any()
+
+
+def test_k3_of_a_token_far_below_the_reference_has_a_finite_gradient_of_the_right_sign() -> None:
+    logprobs = torch.tensor([-300.0, -100.0, -80.0, -1.0]).requires_grad_()
+    (terms := kl_terms("k3", logprobs, torch.zeros(4))).sum().backward()
+    assert logprobs.grad is not None
+    assert terms.isfinite().all() and logprobs.grad.isfinite().all() and (logprobs.grad < 0).all()
+    assert (terms.diff() < 0).all()
