@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
 from memsaver import Event, MemorySaver, PoolTicket, Release, Report, Usage
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
+from memsaver.system.torch_defaults import with_torch_defaults
 from rollout.parallel import TensorParallel
 from rollout.tag_names import TAGS
 from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightLayout, WriteReceipt
@@ -67,11 +68,16 @@ def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -
 class SaverSide:
     """One side of a device, a trainer or an engine, which owns a saver.
 
-    It hands memory that it frees over to the other side, its peer.
+    It hands memory that it frees over to the other side, its peer. Public methods run with torch's
+    defaults: a caller's autocast, inference mode, default device and default dtype have no effect.
     """
 
     saver: MemorySaver
     _peer: PeerSaver | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        with_torch_defaults(cls)
 
     def as_peer(self) -> PeerSaver:
         """Return the description that the other side needs to hand memory over to this side."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from memsaver.memory import empty_torch_cache
+from memsaver.system.torch_defaults import torch_defaults
 from rollout.hosted import HostedRollout, VllmEngine
 from trainer_bridge.adoption.peft_model import PeftAdapters
 from trainer_bridge.sync.module_tensors import named_tensors
@@ -35,6 +36,7 @@ class InPlaceSync:
         self._ids: list[int] = []
         self._sync: WeightSync | None = None
 
+    @torch_defaults()
     def __call__(self) -> None:
         """Wake vLLM's weights and replace them; call again after an error.
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import memsaver
 from memsaver.ops.hash import MASK64
 from memsaver.system.devices import place_of
+from memsaver.system.torch_defaults import torch_defaults, with_torch_defaults
 from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
@@ -101,6 +102,7 @@ class _Round:
     stages: dict[str, float] = field(default_factory=dict)  # seconds of each stage
 
 
+@with_torch_defaults
 class WeightSync:
     """A planned sync that writes the shards of all ranks into the pages of all targets.
 
@@ -418,6 +420,7 @@ class WeightSync:
         ]
 
 
+@torch_defaults()
 def module_sync(
     params: nn.Module | Mapping[str, Tensor], targets: Sequence[UpdatableEngine | ShardedEngine]
 ) -> WeightSync:

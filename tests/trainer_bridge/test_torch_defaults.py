@@ -1,0 +1,142 @@
+"""Autocast, inference mode, default device and default dtype of the caller change no result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout import Arrival, Engine, SamplingParams, StreamingEngine
+from tests.helpers.models import save_tiny
+from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
+from trainer_bridge import CriticConfig, PolicyLoss, Trainer, module_sync
+
+PROMPTS = random_prompts((5, 40))
+ASKED = [
+    SamplingParams(max_tokens=5, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=5, top_k=9, seed=3, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=5, beam_width=2, ignore_eos=True),
+]
+Do = Callable[[Callable[[], Any]], Any]
+SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "device": lambda: torch.device("meta"),
+    "dtype": lambda: dtype_of(torch.float64),
+}
+CASES = [*SETTINGS, " ".join(SETTINGS)]
+
+
+@contextlib.contextmanager
+def dtype_of(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def inside(names: str) -> Do:
+    """Return a function that makes a call while all of the named settings apply."""
+
+    def do(call: Callable[[], Any]) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name in names.split():
+                stack.enter_context(SETTINGS[name]())
+            state = ambient()
+            result = call()
+            assert ambient() == state, "the caller's settings are restored"
+            return result
+
+    return do
+
+
+def ambient() -> tuple[object, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_device(),
+        torch.get_default_dtype(),
+    )
+
+
+def engine_session(do: Do, path: str, dtype: torch.dtype) -> list[Any]:
+    """Build, generate, sleep, load and stream, each call by `do`; return all answers."""
+    results = []
+    kind: Any = StreamingEngine
+    engine: StreamingEngine = do(lambda: kind.from_pretrained(path, kv_tokens=512, dtype=dtype))
+    for params in ASKED:
+        results.append(do(lambda params=params: engine.generate(PROMPTS, params)))  # type: ignore[misc]
+        do(lambda: engine.sleep(1))
+        do(engine.wake_up)
+        do(lambda: engine.load(path))
+        results.append(engine.generate(PROMPTS, params))
+    arrival = Arrival(key="a", prompt=PROMPTS[1], params=ASKED[1])
+    results.append(do(lambda: engine.advance([arrival], steps=99)))
+    engine.check_integrity()
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_engine_called_inside_settings_answers_as_outside(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, "qwen3")
+    expected = engine_session(lambda call: call(), str(tmp_path), dtype)
+    for names in CASES:
+        assert engine_session(inside(names), str(tmp_path), dtype) == expected, names
+
+
+def trainer_session(
+    do: Do, path: str, make: Callable[..., Trainer], folder: Path, changes: dict[str, Any]
+) -> list[Any]:
+    """Score, learn, offload, save and sync, each call by `do`; return scores, figures, tokens."""
+    trainer: Trainer = do(
+        lambda: make(path, critic=CriticConfig(), reference=True, loss=LOSS, **changes)
+    )
+    engine: Engine = do(lambda: Engine.from_pretrained(path, kv_tokens=512, load_weights=False))
+    batch, results = make_batch(4), []
+    valued = [value_batch(4, seed) for seed in range(2)]
+    do(lambda: trainer.reload("reference"))
+    scores = do(lambda: trainer.compute_ref_log_prob(batch))
+    batch = dataclasses.replace(batch, ref_logprobs=scores)
+    results += [scores, do(lambda: trainer.compute_log_prob(batch))]
+    results += [do(lambda: trainer.compute_values(valued[0]))]
+    for values in valued:
+        results.append(do(lambda: trainer.update_actor(batch)))
+        results.append(do(lambda values=values: trainer.update_critic(values)))  # type: ignore[misc]
+        do(lambda: trainer.offload("params", "optim"))
+        do(lambda: trainer.reload("params", "optim"))
+    do(lambda: trainer.save_checkpoint(str(folder)))
+    do(lambda: trainer.load_checkpoint(str(folder)))
+    do(lambda: trainer.connect([engine]))
+    do(lambda: trainer.sync_weights(1))
+    results.append(do(lambda: engine.generate(batch.prompt_ids, ASKED[0])))
+    sync = do(lambda: module_sync(trainer.model, [engine]))
+    do(lambda: sync.sync(2))
+    results.append(do(lambda: engine.generate(batch.prompt_ids, ASKED[0])))
+    return results
+
+
+LOSS = PolicyLoss(kl_coef=0.1, entropy_coef=0.01)
+
+
+@pytest.mark.parametrize("changes", [{}, {"exact": True}], ids=["plain", "exact"])
+def test_trainer_called_inside_settings_learns_as_outside(
+    changes: dict[str, Any], make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model")
+    first = trainer_session(lambda call: call(), path, make_trainer, tmp_path / "0", changes)
+    for number, names in enumerate(CASES[-1:], 1):
+        folder = tmp_path / str(number)
+        again = trainer_session(inside(names), path, make_trainer, folder, changes)
+        assert again == first, names
