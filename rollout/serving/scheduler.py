@@ -1,6 +1,7 @@
 """Continuous batching: validates requests and chooses the samples of each step, without tensors."""
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence, Sized
@@ -18,6 +19,8 @@ from rollout.requests import FinishReason, SamplingParams
 from rollout.serving.beam import Candidates, check_vocabulary
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
+
+_log = logging.getLogger("rollout")
 
 
 class Scheduler:
@@ -416,7 +419,10 @@ class Intake:
         if not len(ids):
             raise ValueError(f"{name} is empty; it needs at least one token")
         self._check_ids(name, ids)
-        self._check_ids(f"stop_token_ids of {name}", np.asarray(params.stop_token_ids or (0,)))
+        size = self._model.vocab_size
+        if strays := [token for token in params.stop_token_ids or () if not 0 <= token < size]:
+            text = "stop_token_ids of %s has token ids outside [0, %d), which never end it: %s"
+            _log.warning(text, name, size, strays)
         self._scheduler.check_fits(name, len(prompt), params)
         if len(prompt) + params.max_tokens > self._max_context_len:
             raise ValueError(
