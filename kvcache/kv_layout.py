@@ -1,9 +1,11 @@
-"""Derive the KV cache layout of a model from its Hugging Face config, without transformers.
+"""Derive the KV cache layout of a model from its Hugging Face config.
 
-Supported are dense and mixture-of-experts decoders with full or sliding attention in every layer or
-alternating (such as Llama, Qwen2, Qwen3, Mistral and Gemma-2), latent attention (DeepSeek-V2, V3),
-and gated delta nets (Qwen3-Next) or Mamba-2 (Bamba) combined with full attention. Of a multimodal
-config, only `text_config` is read; embedding caches and vision towers are out of scope.
+Kinds of layers, heads and widths are those that transformers' model of the config has
+(`observed_model.py`), so a key that the model ignores changes nothing. Supported are decoders with
+full or sliding attention in every layer or alternating (such as Llama, Qwen2, Qwen3, Mistral and
+Gemma-2), latent attention (DeepSeek-V2, V3), and gated delta nets (Qwen3-Next) or Mamba-2 (Bamba)
+combined with full attention. Of a multimodal config, only `text_config` is read; embedding caches
+and vision towers are out of scope.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from kvcache.config import KVCacheConfig, KVCacheDtype, MLACacheConfig, TokenConfig, kv_dtype
+from kvcache.observed_model import ObservedAttention, observe
 from kvcache.pools.mamba_pool import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from kvcache.pools.token_pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
@@ -20,14 +23,6 @@ from memsaver import MemorySaver
 
 Kind = Literal["full", "sliding", "mla", "linear"]
 PoolName = Literal["mha", "mla", "swa", "hybrid_linear"]
-
-_KINDS: dict[str, Kind] = {
-    "full_attention": "full",
-    "attention": "full",
-    "sliding_attention": "sliding",
-    "linear_attention": "linear",
-    "mamba": "linear",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +190,7 @@ def layout(
     """Derive the KV cache layout of a model from its Hugging Face config.
 
     Args:
-        config: A Hugging Face model config, or any object with its attributes.
+        config: A Hugging Face model config.
         kv_cache_dtype: Stored dtype; "auto" selects the model's dtype.
         dtype: Dtype of the model. None selects the dtype of the config, or torch's default dtype if
             the config has none, as a model built from that config does.
@@ -204,25 +199,25 @@ def layout(
         The layout.
 
     Raises:
-        ValueError: A dtype is unknown or can't store the model's rows, the config lists an unknown
-            kind or a wrong number of kinds, the states of its linear layers are unknown, or no pool
-            supports the combination of kinds.
+        ValueError: A dtype is unknown or can't store the model's rows, transformers' model of the
+            config cannot be observed, its layers differ in their rows or windows, the states of its
+            linear layers are unknown, or no pool supports the combination of kinds.
     """
     config = getattr(config, "text_config", None) or config
     model_dtype = dtype or _dtype(config)
-    kinds = _kinds(config)
-    states = _states(config) if "linear" in kinds else {}
-    window = getattr(config, "sliding_window", None) if "sliding" in kinds else None
-    rank = getattr(config, "kv_lora_rank", None)
+    layers = observe(config).layers
+    kinds = tuple(map(_kind, layers))
+    attention = [layer for layer in layers if layer is not None]
+    latent = attention[0].latent
     result = KVLayout(
         kinds=kinds,
         pool=_pool(kinds),
         dtype=kv_dtype(kv_cache_dtype, model_dtype),
         model_dtype=model_dtype,
-        rows={"kv": (1, rank + config.qk_rope_head_dim)} if rank else _mha_rows(config),
-        sliding_window=window,
-        kv_lora_rank=rank,
-        **states,
+        rows=_same("rows", [_rows(layer) for layer in attention]),
+        sliding_window=_same("windows", [layer.window for layer in attention if layer.window]),
+        kv_lora_rank=latent and latent[0],
+        **(_states(config) if "linear" in kinds else {}),
     )
     _ = result.bytes_per_token  # raises ValueError if the dtype can't store the rows
     return result
@@ -236,22 +231,27 @@ def _dtype(config: Any) -> torch.dtype:
     return dtype
 
 
-def _kinds(config: Any) -> tuple[Kind, ...]:
-    """Return the kind of each layer, from the config's list or else from its sliding window."""
-    count = config.num_hidden_layers
-    if getattr(config, "kv_lora_rank", None):
-        return ("mla",) * count
-    names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if names is None:
-        window = getattr(config, "sliding_window", None)
-        slides = window and getattr(config, "use_sliding_window", True)
-        return ("sliding" if slides else "full",) * count
-    if unknown := sorted(set(names) - set(_KINDS)):
-        known = ", ".join(_KINDS)
-        raise ValueError(f"layers of kind {unknown} are not supported; supported: {known}")
-    if len(names) != count:
-        raise ValueError(f"the config lists kinds for {len(names)} layers but has {count} layers")
-    return tuple(_KINDS[name] for name in names)
+def _kind(layer: ObservedAttention | None) -> Kind:
+    if layer is None:
+        return "linear"
+    if layer.latent is not None:
+        return "mla"
+    return "full" if layer.window is None else "sliding"
+
+
+def _rows(layer: ObservedAttention) -> dict[str, tuple[int, int]]:
+    if layer.latent is not None:
+        return {"kv": (1, sum(layer.latent))}
+    return {"k": (layer.kv_heads, layer.key_width), "v": (layer.kv_heads, layer.value_width)}
+
+
+def _same(what: str, values: Sequence[Any]) -> Any:
+    """Return the value that all layers have; None if there is none."""
+    if different := [value for value in values if value != values[0]]:
+        raise ValueError(
+            f"no pool supports layers of different {what}: {values[0]}, {different[0]}"
+        )
+    return values[0] if values else None
 
 
 def _pool(kinds: Sequence[Kind]) -> PoolName:
@@ -266,13 +266,6 @@ def _pool(kinds: Sequence[Kind]) -> PoolName:
     if present == {"full", "linear"}:
         return "hybrid_linear"
     raise ValueError(f"no pool supports a model with layers of the kinds {sorted(present)}")
-
-
-def _mha_rows(config: Any) -> dict[str, tuple[int, int]]:
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {"k": (kv_heads, dim), "v": (kv_heads, getattr(config, "v_head_dim", None) or dim)}
 
 
 def _states(config: Any) -> dict[str, Any]:

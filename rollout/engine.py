@@ -22,7 +22,9 @@ from memsaver.system.interrupts import deliver, held
 from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
-from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
+from rollout.model.hub import resolve_model
+from rollout.model.loading import differences, load_model_config, read_buffers
+from rollout.model.model_folder import iter_checkpoint
 from rollout.ops.product_probe import define_products, is_probed, probe_products
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
@@ -197,12 +199,20 @@ class Engine(EngineBase):
         """Load a checkpoint of the same model as version 0, which ends an open update.
 
         Args:
-            path: Model directory.
+            path: Model directory, whose configuration and end tokens are the engine's.
 
         Raises:
-            StateError: The weights sleep, or lie in the trainer's pages.
-            ValueError: The checkpoint does not fit the model.
+            StateError: Requests run, or the weights sleep or lie in the trainer's pages. Nothing
+                changed.
+            ValueError: The directory describes another model, which changes nothing and names the
+                keys; or its weights do not fit.
         """
+        self._require_idle("load weights", "load them when generate has returned")
+        model = load_model_config(path)
+        model = model.with_fp32_routers() if self.config.fp32_router else model
+        if other := differences(self.model, model):
+            rule = f"is not the engine's model: {other}"
+            raise ValueError(f"{path} {rule}; build an engine of it by Engine.from_pretrained()")
         require_active(self.saver, WEIGHTS, "load weights")
         self._update.require_own("load weights")
         self._update.abort(f"loading from {path} did not finish")

@@ -39,6 +39,7 @@ from recipes.planner.stage_plan import StagePlan, always_awake
 from recipes.setup.model_files import meta_model
 from recipes.setup.pool import pool_fault, request_tokens
 from recipes.setup.preparation import check_context
+from rollout.model import longest_context
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.tag_names import CRITIC_OPTIM, OPTIM, PARAMS
 
@@ -222,7 +223,7 @@ def planning(
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
     config = meta_model(model).config
-    check_context(recipe, prompt_tokens, getattr(config, "max_position_embeddings", None))
+    check_context(recipe, prompt_tokens, longest_context(config))
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
     beside = sizes if cluster.colocate else NO_ENGINE  # what shares a GPU with the trainer
     given = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}

@@ -33,9 +33,10 @@ from recipes.tasks.scoring import try_rewards
 from recipes.tasks.task_sources import checked, no_problem
 from rollout.model import (
     ModelConfig,
-    checkpoint_files,
+    load_hf_config,
     load_model_config,
-    open_checkpoint,
+    longest_context,
+    open_tensors,
     whole_manifest,
 )
 from trainer_bridge import TrainerConfig
@@ -118,9 +119,9 @@ def prepare(recipe: Recipe, run_dir: Path, started: datetime | None = None) -> S
             context = model.max_position_embeddings
         else:
             kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
-            config = json.loads((model_dir / "config.json").read_text())
-            context = config["max_position_embeddings"]
-            _check_heads(recipe, config["num_attention_heads"])
+            config = load_hf_config(model_dir)
+            context = longest_context(config)
+            _check_heads(recipe, config.num_attention_heads)
         _check_weights(recipe, model_dir)
         recipe = with_alias_decided(recipe, model_dir)
         recipe, not_exact = with_exact_decided(recipe, model_dir, device)
@@ -286,8 +287,7 @@ def _check_weights(recipe: Recipe, model_dir: Path) -> None:
     if recipe.model.random_init:
         return
     try:
-        for file in checkpoint_files(model_dir):
-            open_checkpoint(file)
+        open_tensors(model_dir)
     except ValueError as error:
         raise RecipeError(f"model.path={recipe.model.path}: {one_line(error)}") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from memsaver import StateError
 from rollout.engine_base import PeerSaver
 from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
-from rollout.model.loading import resolve_model, stop_token_ids
+from rollout.model.hub import resolve_model
+from rollout.model.loading import longest_context
+from rollout.model.model_folder import load_hf_config, stop_token_ids
 from rollout.protocols import ShardedEngine
 from rollout.requests import Completion, SamplingParams
 
@@ -102,10 +103,8 @@ class SglangRollout(Generating, ShardedEngine):
         if device.type != "cuda":
             raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
         path = resolve_model(path)
-        described = json.loads((path / "config.json").read_text())
         if max_context_len is not None:  # SGLang reserves two positions
-            most = described.get("max_position_embeddings", max_context_len)
-            max_context_len = min(max_context_len + 2, most)
+            max_context_len = min(max_context_len + 2, longest_context(load_hf_config(path)))
         own = {
             "model_path": str(path),
             "dtype": str(dtype).removeprefix("torch."),

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from rollout.hosted.base import Answers, Generating, HostedRollout, OnStep, Prompts, Request
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
-from rollout.model.loading import resolve_model, stop_token_ids
+from rollout.model.hub import resolve_model
+from rollout.model.model_folder import stop_token_ids
 from rollout.parallel import TensorParallel
 from rollout.requests import Completion, SamplingParams
 

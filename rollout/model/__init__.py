@@ -7,34 +7,39 @@ from rollout.model.decoder import (
     rank_layout,
     whole_manifest,
 )
+from rollout.model.hub import resolve_model
 from rollout.model.loading import (
-    checkpoint_files,
     expert_routing,
     load_model_config,
-    open_checkpoint,
+    longest_context,
     parameter_shapes,
-    resolve_model,
-    stop_token_ids,
     stored_buffers,
 )
-from rollout.model.mixers.base import inverse_frequencies
+from rollout.model.model_folder import (
+    load_hf_config,
+    open_checkpoint,
+    open_tensors,
+    read_json,
+    stop_token_ids,
+)
 from rollout.ops.experts import Routing
-from rollout.weights.params import Stored, is_unused, spellings
+from rollout.weights.params import Stored, spellings
 
 __all__ = [
     "ExpertsConfig",
     "ModelConfig",
     "Routing",
     "Stored",
-    "checkpoint_files",
     "expert_routing",
-    "inverse_frequencies",
-    "is_unused",
+    "load_hf_config",
     "load_model_config",
+    "longest_context",
     "open_checkpoint",
+    "open_tensors",
     "parameter_shapes",
     "rank_groups",
     "rank_layout",
+    "read_json",
     "resolve_model",
     "spellings",
     "stop_token_ids",

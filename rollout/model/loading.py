@@ -1,184 +1,200 @@
-"""Loading of Hugging Face model directories. No other file of `rollout` imports transformers."""
+"""Models of Hugging Face directories: configuration of the decoder, parameters and buffers.
 
-import functools
-import json
-import re
-from collections.abc import Collection, Iterator
-from dataclasses import fields, replace
+What a model computes is taken from transformers' model of the directory, built on the meta device
+(`kvcache.observed_model`): heads, widths, windows, rotary frequencies, biases, norms, experts.
+"""
+
+from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from kvcache import layout
-from rollout.model.decoder import ExpertsConfig, GatedConfig, MLPConfig, ModelConfig
+from kvcache.observed_model import ObservedAttention, ObservedModel, observe
+from rollout.model.decoder import (
+    ExpertsConfig,
+    GatedConfig,
+    MLPConfig,
+    ModelConfig,
+    buffers,
+    parameter_groups,
+)
 from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import MixerConfig, RopeConfig
 from rollout.model.mixers.delta_net import DeltaNetConfig
+from rollout.model.model_folder import (
+    cached_by_content,
+    load_hf_config,
+    open_tensors,
+    read_json,
+    stop_token_ids,
+)
 from rollout.ops.experts import Routing
+from rollout.weights.pages import shorten
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
     "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
     "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 )  # fmt: skip
-_QWEN3_NEXT_TYPES = ("full_attention", "linear_attention")
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+# Rotary frequencies that do not depend on the length of a sequence.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_STRETCHED = ("linear", "yarn")  # types that extend the context without max_position_embeddings
+_NOT_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
+Shapes = dict[str, tuple[int, ...]]
 
 
-# Configuration, weights and tokenizer of a model on the Hub, without copies in other formats.
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_HUB_COPIES = ["*/*", "consolidated*"]
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
-
-
-def resolve_model(path: str | Path, *, weights: bool = True) -> Path:
-    """Return the folder of a model; download a model of the Hugging Face Hub into its cache.
-
-    `path` is a folder, or ORG/NAME on the Hub. An existing folder takes precedence. A path that is
-    neither is returned unchanged. Weights are downloaded only if `weights` is true.
-
-    Raises:
-        ValueError: The download failed; the message begins with the model's name.
-    """
-    if Path(path).exists() or not _HUB_NAME.fullmatch(str(path)):
-        return Path(path)
-    return _from_hub(str(path), weights)
-
-
-@functools.cache
-def _from_hub(name: str, weights: bool) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    ignored = _HUB_COPIES if weights else [*_HUB_COPIES, "*.safetensors"]
-    try:
-        folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
-    except errors.GatedRepoError as error:
-        remedy = f"accept its terms at https://huggingface.co/{name}, and set HF_TOKEN"
-        raise ValueError(f"{name}: access to it on the Hub is restricted; {remedy}") from error
-    except errors.RepositoryNotFoundError as error:
-        rule = "is neither a folder here nor a public model of the Hub"
-        raise ValueError(f"{name}: {rule}; correct it, or set HF_TOKEN") from error
-    except errors.LocalEntryNotFoundError as error:
-        rule = "is not a folder here, and the Hub cannot be reached (HF_HUB_OFFLINE, HF_ENDPOINT)"
-        raise ValueError(f"{name}: {rule}; connect, or name a folder") from error
-    except Exception as error:  # a broken connection or a full disk raises many types
-        why = " ".join(str(error).split())
-        raise ValueError(f"{name}: the download from the Hub failed: {why}; try again") from error
-    return Path(folder)
-
-
-def load_model_config(path: str | Path) -> ModelConfig:
+@cached_by_content
+def load_model_config(directory: Path) -> ModelConfig:
     """Read a decoder's configuration and stop tokens from a Hugging Face model directory.
 
     Raises:
-        ValueError: config.json is missing, or this engine does not support the architecture or a
-            value; names the key.
+        ValueError: A JSON file is missing or damaged, or this engine does not support the
+            architecture or a value; names the file or the key.
     """
-    directory = Path(path)
-    raw = _read_json(directory / "config.json")
-    architectures = raw.get("architectures") or []
+    architectures = read_json(directory / "config.json").get("architectures") or []
     if not any(name in ARCHITECTURES for name in architectures):
         known = ", ".join(ARCHITECTURES)
         raise ValueError(
             f"{directory}: architectures={architectures} not supported; supported: {known}"
         )
-    from transformers import AutoConfig  # slow to import, and only needed here
-
-    config = AutoConfig.from_pretrained(str(directory))
+    config = load_hf_config(directory)
     _refuse_unsupported(config, str(directory))
-    return ModelConfig(
+    observed = _observed(config, str(directory))
+    shapes = _shapes(observed.model) | stored_shapes(observed.model)
+    model = ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=longest_context(observed.model.config),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        mixers=_mixers(config, str(directory)),
-        mlps=_mlps(config),
+        mixers=_mixers(observed, shapes),
+        mlps=_mlps(config, shapes),
         zero_centred_norms=config.model_type == "qwen3_next",
-        stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
+        stop_token_ids=stop_token_ids(directory),
         hf_config=config,
     )
+    _check_parameters(model, shapes, str(directory))
+    return model
 
 
-def _mixers(config: Any, where: str) -> tuple[MixerConfig, ...]:
-    rope = _rope(config.rope_parameters, config.max_position_embeddings)
-    if config.model_type in mla.MODEL_TYPES:
-        return (mla.MLAConfig.of(config, rope),) * config.num_hidden_layers
-    if config.model_type == "qwen3_next":
-        return _qwen3_next_mixers(config, _attention(config, rope, None))
-    return tuple(_attention(config, rope, window) for window in _windows(config, where))
+def _observed(config: Any, where: str) -> ObservedModel:
+    try:
+        return observe(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; correct config.json") from error
 
 
-def _windows(config: Any, where: str) -> list[int | None]:
-    """Return the number of keys that a query sees in each layer; None for all."""
-    kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
-    if "sliding" in kinds and window is None:
-        raise ValueError(
-            f"{where}: layer_types has sliding_attention, which needs use_sliding_window and "
-            f"sliding_window"
-        )
-    return [window if kind == "sliding" else None for kind in kinds]
+def longest_context(config: Any) -> int:
+    """Return the tokens of the longest sequence of a Hugging Face config's model.
+
+    Rotary embeddings of the types linear and yarn stretch the original context by their factor,
+    which `max_position_embeddings` need not include.
+    """
+    most, rope = config.max_position_embeddings, getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _STRETCHED:
+        return most
+    original = rope.get("original_max_position_embeddings") or most
+    original = getattr(config, "original_max_position_embeddings", None) or original
+    return max(most, int(original * (rope.get("factor") or 1)))
 
 
-def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionConfig:
-    kind = config.model_type
-    attention_bias = bool(getattr(config, "attention_bias", False))
+def differences(own: ModelConfig, other: ModelConfig) -> str:
+    """Return the keys and end tokens in which another model differs; empty if it does not."""
+    if own == other:
+        return ""
+    keys, others = own.hf_config.to_dict(), other.hf_config.to_dict()
+    texts = [
+        f"{key}={others.get(key)!r} (here {keys.get(key)!r})"
+        for key in sorted(keys.keys() | others.keys() - {*_NOT_THE_MODEL})
+        if keys.get(key) != others.get(key) and key not in _NOT_THE_MODEL
+    ]
+    if own.stop_token_ids != other.stop_token_ids:
+        ends = sorted(other.stop_token_ids), sorted(own.stop_token_ids)
+        texts.append("end tokens {} (here {})".format(*ends))
+    if further := _params(own).keys() ^ _params(other).keys():
+        texts.append(f"parameters {shorten(sorted(further))}")
+    return ", ".join(texts)
+
+
+def _params(model: ModelConfig) -> Shapes:
+    params = chain.from_iterable(group.params for group in parameter_groups(model))
+    return {param.name: param.whole for param in params}
+
+
+def _mixers(observed: ObservedModel, shapes: Shapes) -> tuple[MixerConfig, ...]:
+    config, rope = observed.model.config, _rope(observed.model)
+    mixers: list[MixerConfig] = []
+    for index, layer in enumerate(observed.layers):
+        if layer is None:
+            mixers.append(_delta_net(config))
+        elif layer.latent is not None:
+            mixers.append(mla.MLAConfig.of(config, layer, rope))
+        else:
+            mixers.append(_attention(f"model.layers.{index}.self_attn.", layer, shapes, rope))
+    return tuple(mixers)
+
+
+def _attention(
+    name: str, layer: ObservedAttention, shapes: Shapes, rope: RopeConfig
+) -> AttentionConfig:
+    width = layer.key_width
+    queries = shapes[name + "q_proj.weight"][0]
     return AttentionConfig(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        num_heads=layer.query_heads,
+        num_kv_heads=layer.kv_heads,
+        head_dim=width,
         rope=rope,
-        qkv_bias=kind == "qwen2" or attention_bias,
-        o_bias=kind != "qwen2" and attention_bias,
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
-        window=window,
+        qkv_bias=name + "q_proj.bias" in shapes,
+        o_bias=name + "o_proj.bias" in shapes,
+        qk_norm=name + "q_norm.weight" in shapes,
+        output_gate=queries == 2 * layer.query_heads * width,
+        rotary_dim=None if rope.width == width else rope.width,
+        window=layer.window,
     )
 
 
-def _qwen3_next_mixers(config: Any, attention: AttentionConfig) -> tuple[MixerConfig, ...]:
-    """Return a gated delta net or gated attention for each layer; `attention` lacks the gates."""
-    if unknown := sorted(set(config.layer_types) - set(_QWEN3_NEXT_TYPES)):
-        raise ValueError(
-            f"layer_types={unknown} are not supported; supported: {', '.join(_QWEN3_NEXT_TYPES)}"
-        )
-    rotary_dim = int(attention.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    gated = replace(attention, qk_norm=True, output_gate=True, rotary_dim=rotary_dim)
-    linear = DeltaNetConfig(
+def _delta_net(config: Any) -> DeltaNetConfig:
+    return DeltaNetConfig(
         num_key_heads=config.linear_num_key_heads,
         num_value_heads=config.linear_num_value_heads,
         key_dim=config.linear_key_head_dim,
         value_dim=config.linear_value_head_dim,
         kernel=config.linear_conv_kernel_dim,
     )
-    return tuple(linear if kind == "linear_attention" else gated for kind in config.layer_types)
 
 
-def _mlps(config: Any) -> tuple[MLPConfig, ...]:
-    sparse = _expert_layers(config)
-    experts = _experts(config) if sparse else None
-    dense = GatedConfig(inner=config.intermediate_size)
-    layers = range(config.num_hidden_layers)
-    return tuple(experts if experts and layer in sparse else dense for layer in layers)
+def _rope(model: Any) -> RopeConfig:
+    """Compute the rotary frequencies as transformers' model does, on the CPU."""
+    rotary = type(model.get_decoder().rotary_emb)(model.config)
+    frequencies = tuple(rotary.inv_freq.tolist())
+    return RopeConfig(frequencies=frequencies, table_scale=float(rotary.attention_scaling))
 
 
-def _experts(config: Any) -> ExpertsConfig:
+def _mlps(config: Any, shapes: Shapes) -> tuple[MLPConfig, ...]:
+    names = (f"model.layers.{layer}.mlp." for layer in range(config.num_hidden_layers))
+    return tuple(
+        _experts(config, name, shapes)
+        if f"{name}experts.gate_up_proj" in shapes
+        else GatedConfig(inner=shapes[f"{name}gate_proj.weight"][0])
+        for name in names
+    )
+
+
+def _experts(config: Any, name: str, shapes: Shapes) -> ExpertsConfig:
     mixtral, deepseek = config.model_type == "mixtral", config.model_type in mla.MODEL_TYPES
-    if deepseek:
-        shared = config.moe_intermediate_size * config.n_shared_experts
-    else:
-        shared = getattr(config, "shared_expert_intermediate_size", None)
+    experts, rows, _ = shapes[name + "experts.gate_up_proj"]
+    shared = f"{name}shared_expert{'s' if deepseek else ''}.gate_proj.weight"
     return ExpertsConfig(
-        experts=config.n_routed_experts if deepseek else config.num_experts,
-        inner=config.intermediate_size if mixtral else config.moe_intermediate_size,
+        experts=experts,
+        inner=rows // 2,
         routing=expert_routing(config),
         wide_router=deepseek,
         wide_weights=mixtral or deepseek,
-        bias=config.model_type == "deepseek_v3",
-        shared=shared,
+        bias=name + "gate.e_score_correction_bias" in shapes,
+        shared=shapes[shared][0] if shared in shapes else None,
         shared_gate=not deepseek,
     )
 
@@ -208,20 +224,7 @@ def expert_routing(config: Any) -> Routing:
     )
 
 
-def _expert_layers(config: Any) -> set[int]:
-    """Return the layers that are mixtures of experts, as in transformers."""
-    layers = range(config.num_hidden_layers)
-    if config.model_type == "mixtral":
-        return set(layers)
-    if config.model_type in mla.MODEL_TYPES:
-        return set(layers[config.first_k_dense_replace :])
-    if config.model_type not in ("qwen3_moe", "qwen3_next") or not config.num_experts:
-        return set()
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers
-    return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
-
-
-def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def parameter_shapes(path: str | Path) -> tuple[Shapes, dict[str, str]]:
     """Return shapes and ties of the parameters of transformers' model of this directory.
 
     Returns:
@@ -231,12 +234,21 @@ def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict
     stored = {param: name for name, param in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
     aliases = {name: stored[param] for name, param in named if stored[param] != name}
-    return {name: tuple(param.shape) for param, name in stored.items()}, aliases
+    return _shapes(model), aliases
 
 
-def buffer_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+def _shapes(model: nn.Module) -> Shapes:
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def buffer_shapes(path: str | Path) -> Shapes:
     """Return the shapes of the buffers that transformers' model of this directory stores."""
-    return {name: tuple(buffer.shape) for name, buffer in stored_buffers(_meta_model(path)).items()}
+    return stored_shapes(_meta_model(path))
+
+
+def stored_shapes(model: nn.Module) -> Shapes:
+    """Return the shapes of the model's buffers in checkpoints."""
+    return {name: tuple(buffer.shape) for name, buffer in stored_buffers(model).items()}
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -253,96 +265,42 @@ def read_buffers(path: str | Path, names: Collection[str]) -> dict[str, Tensor]:
     """Read the named buffers from a directory's files; return none if it has no files."""
     if not names or not any(Path(path).glob("*.safetensors")):
         return {}
-    return dict(iter_checkpoint(path, names))
+    files = open_tensors(path)
+    return {name: files[name].get_tensor(name) for name in names if name in files}
 
 
 def _meta_model(path: str | Path) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(path))
+    config = load_hf_config(path)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
-def stop_token_ids(path: str | Path) -> frozenset[int]:
-    """Return the tokens that end an answer of the model."""
-    directory = Path(path)
-    return _stop_token_ids(directory, _read_json(directory / "config.json").get("eos_token_id"))
-
-
-def iter_checkpoint(
-    path: str | Path, names: Collection[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, CPU tensor) from a directory's safetensors files, one at a time.
-
-    `names` selects the tensors; None reads all.
-
-    Raises:
-        ValueError: A file is missing, truncated or damaged; names it.
-    """
-    for file_path in checkpoint_files(path):
-        with open_checkpoint(file_path) as file:
-            for key in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                if names is None or key in names:
-                    yield key, file.get_tensor(key)
-
-
-def open_checkpoint(file: Path) -> Any:
-    """Open a safetensors file by `safetensors.safe_open`; it is mapped, not read.
-
-    Raises:
-        ValueError: The file is truncated or damaged; names it.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(str(file), framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(
-            f"{file} cannot be read ({error}); download or save the model again"
-        ) from error
-
-
-def checkpoint_files(path: str | Path) -> list[Path]:
-    """List the safetensors files of a model directory, all of which exist.
-
-    Raises:
-        ValueError: A file is missing; names it.
-    """
-    directory, names = Path(path), [_SINGLE]
-    if (directory / _INDEX).is_file():
-        names = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
-    for name in names:
-        if not (directory / name).is_file():
-            remedy = "download the model again, or save it with save_pretrained()"
-            raise ValueError(f"{directory} lacks {name}; {remedy}")
-    return [directory / name for name in names]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} not found; the model path must be a Hugging Face model directory")
-    return json.loads(path.read_text())
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
-
-
 def _refuse_unsupported(config: Any, where: str) -> None:
-    partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    rope = config.rope_parameters
+    partial, kind = rope.get("partial_rotary_factor", 1.0), rope.get("rope_type", "default")
     rotates = partial == 1.0 or config.model_type == "qwen3_next"
     bias, window = getattr(config, "mlp_bias", False), getattr(config, "sliding_window", None)
     quantized = getattr(config, "quantization_config", None)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    shared = config.model_type not in mla.MODEL_TYPES or kv_heads == heads
+    latent = config.model_type in mla.MODEL_TYPES
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", width)
     for key, value, good, supported in (
         ("hidden_act", config.hidden_act, config.hidden_act == "silu", "silu"),
         ("mlp_bias", bias, not bias, "False"),
         ("sliding_window", window, window is None or window >= 1, "at least 1, or null"),
+        ("rope_type", kind, kind in ROPE_TYPES, ", ".join(ROPE_TYPES)),
         ("partial_rotary_factor", partial, rotates, "1.0"),
-        ("num_key_value_heads", kv_heads, shared, f"num_attention_heads={heads}"),
+        (
+            "num_key_value_heads",
+            kv_heads,
+            not latent or kv_heads == heads,
+            f"num_attention_heads={heads}",
+        ),
+        (name, width, width % 2 == 0, "even widths, for rotary embeddings"),
         ("quantization_config", quantized, quantized is None, "null; dequantize the weights"),
     ):
         if not good:
@@ -351,41 +309,9 @@ def _refuse_unsupported(config: Any, where: str) -> None:
             )
 
 
-def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    known = {option.name for option in fields(RopeConfig)} - {"theta", "rope_type"}
-    options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
-    options |= {key: parameters[key] for key in known if parameters.get(key) is not None}
-    kind = parameters.get("rope_type", "default")
-    if kind == "yarn" and "factor" not in options:
-        options["factor"] = max_position_embeddings / options["original_max_position_embeddings"]
-    return RopeConfig(theta=parameters["rope_theta"], rope_type=kind, **options)
-
-
-def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:
-    """Return the end tokens of generation_config.json, else of config.json, and the tokenizer's.
-
-    A fine-tuned model often ends its turns with a token that only its tokenizer names.
-    """
-    ids = _read_optional(directory / "generation_config.json").get("eos_token_id")
-    if ids is None:
-        ids = from_config
-    listed = [ids] if isinstance(ids, int) else ids or []
-    return frozenset([*listed, *_tokenizer_end(directory)])
-
-
-def _tokenizer_end(directory: Path) -> list[int]:
-    """Return the id of the tokenizer's end token in a list, which is empty if it has none."""
-    config = _read_optional(directory / "tokenizer_config.json")
-    token = config.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = config.get("added_tokens_decoder", {}).items()
-    ids = {entry["content"]: int(number) for number, entry in added}
-    if text in ids:
-        return [ids[text]]
-    file = directory / "tokenizer.json"
-    if text is None or not file.is_file():
-        return []
-    from tokenizers import Tokenizer  # reads the file in half the time that json takes
-
-    token_id = Tokenizer.from_file(str(file)).token_to_id(text)
-    return [] if token_id is None else [token_id]
+def _check_parameters(model: ModelConfig, shapes: Shapes, where: str) -> None:
+    """Refuse a model whose parameters or buffers are not those of transformers' model."""
+    own = _params(model) | buffers(model)
+    if other := [name for name in own | shapes if own.get(name) != shapes.get(name)]:
+        rule = "transformers' model has other parameters than this engine's"
+        raise ValueError(f"{where}: {rule}: {shorten(other)}; use rollout.name=vllm or sglang")

@@ -7,7 +7,6 @@ where the model stacks experts, and Mixtral's own names.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,8 +187,6 @@ _PARTS = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 _MIXTRAL = ".block_sparse_moe."
-# Buffers in old checkpoints, and multi-token prediction layers (Qwen3-Next).
-_UNUSED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$|^mtp\.")
 
 
 class Stored(NamedTuple):
@@ -207,11 +204,6 @@ class Stored(NamedTuple):
     @property
     def volume(self) -> int:
         return math.prod(self.shape)
-
-
-def is_unused(name: str) -> bool:
-    """Return whether the model ignores a tensor of a file."""
-    return _UNUSED.search(name) is not None
 
 
 def spellings(name: str, shape: Ints) -> list[list[Stored]]:

@@ -16,7 +16,7 @@ from memsaver.ops.rows import dot
 from rollout.tag_names import WEIGHTS
 from rollout.weights.messages import Manifest, ModuleTensor, ParamSlice
 from rollout.weights.pages import WeightPages, shorten
-from rollout.weights.params import FilePiece, Param, ParamGroup, Stored, is_unused, spellings
+from rollout.weights.params import FilePiece, Param, ParamGroup, Stored, spellings
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
@@ -155,7 +155,7 @@ class WeightStore(WeightPages):
             if name in self.buffers:
                 self.set_buffers({name: tensor}, source)
                 loaded[name] += tensor.numel()
-            elif match is None and not is_unused(name):
+            elif match is None:
                 unexpected.append(name)
             if match is None:
                 continue
@@ -163,7 +163,7 @@ class WeightStore(WeightPages):
             if tuple(tensor.shape) != stored.shape:
                 text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for"
                 raise ValueError(f"{source}: {text} {stored.shape}")
-            if stored.name == name:  # as transformers does, ignore a copy by a tied name
+            if stored.name == name:  # a copy by a tied name is equal, or the model is not tied
                 for piece in self._slices[target]:
                     self._copy(piece, stored, tensor)
                 loaded[target] += stored.volume

@@ -1,4 +1,4 @@
-"""KV cache layouts of transformers' configs and of plain objects."""
+"""KV cache layouts of transformers' configs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from kvcache import kv_dtype, layout
 from kvcache.config import FP4_DTYPE
-from kvcache.pools import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from kvcache.pools import HybridLinearKVPool, MLATokenToKVPool, SWAKVPool
 from tests.helpers.kvcache.blocks import DEVICE
 
 transformers = pytest.importorskip("transformers")
@@ -131,32 +131,55 @@ def test_state_shapes_equal_those_of_the_model(
     assert got.build_states(size=3, device=DEVICE).nbytes == 4 * got.state_bytes == 4 * state_bytes
 
 
-def test_layout_accepts_plain_objects_and_multimodal_configs() -> None:
-    old = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
-    old |= {"layer_types": None, "layers_block_type": ["attention", "mamba"], "mamba_n_heads": 8}
-    old |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4}
-    got = layout(SimpleNamespace(text_config=SimpleNamespace(**old)))
-    assert (got.kinds, got.dtype, got.rows["k"]) == (("full", "linear"), torch.float16, (4, 16))
-    assert got.temporal_shape == (8, 16, 8)
-    odd = SimpleNamespace(
-        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, v_head_dim=8, head_dim=16
-    )
-    assert layout(odd, "bf16").rows == {"k": (4, 16), "v": (4, 8)}
-    assert isinstance(layout(odd).build(size=4, page_size=4, device=DEVICE), MHATokenToKVPool)
+GPT: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 40}
 
 
-def test_layout_refuses_unknown_models() -> None:
-    base = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    both = {"layer_types": ["sliding_attention", "linear_attention"]}
-    net = ["linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"]
-    net += ["linear_num_key_heads", "linear_num_value_heads"]
-    for fields, message in (
-        ({"layer_types": ["full_attention", "conv"]}, r"kind \['conv'\] are not supported"),
-        ({"layer_types": ["full_attention"]}, "kinds for 1 layers but has 2"),
-        (both | {"mamba_d_state": None}, "states of the linear layers"),
-        (both | dict.fromkeys(net, 2), r"kinds \['linear', 'sliding'\]"),
-        ({"dtype": "float7"}, "'float7' is not a torch dtype"),
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("LlamaConfig", {"v_head_dim": 32}),
+        ("LlamaConfig", {"kv_lora_rank": 8, "qk_rope_head_dim": 4}),
+        ("LlamaConfig", {"sliding_window": 4, "use_sliding_window": True}),
+        ("LlamaConfig", {"layer_types": ["sliding_attention", "linear_attention"] * 2}),
+        ("MistralConfig", {"sliding_window": 4, "use_sliding_window": False}),
+        ("GPTBigCodeConfig", GPT | {"multi_query": True}),
+        ("GPTBigCodeConfig", GPT | {"multi_query": False}),
+        ("GPT2Config", GPT),
+        ("Phi3Config", {"pad_token_id": 0, "sliding_window": 4}),
+    ],
+)
+def test_layout_has_the_rows_of_the_models_own_cache(name: str, fields: dict[str, Any]) -> None:
+    """Follow only the keys that the model follows."""
+    config = getattr(transformers, name)(**fields) if fields.items() >= GPT.items() else None
+    config = config or tiny(name, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache = transformers.DynamicCache()
+    model(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]), past_key_values=cache)
+    got = layout(config, "fp32", torch.float32)
+    for layer in cache.layers:
+        rows = {"k": layer.keys, "v": layer.values}
+        assert got.rows == {key: (row.shape[1], row.shape[3]) for key, row in rows.items()}
+    slides = name in ("MistralConfig", "Phi3Config")
+    assert got.kinds == ("sliding" if slides else "full",) * len(cache.layers)
+    assert got.sliding_window == (4 if slides else None)
+
+
+def test_layout_reads_the_text_config_of_a_multimodal_config() -> None:
+    text = {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "vocab_size": 40, "sliding_window": 16, "dtype": "float16"}
+    got = layout(transformers.Gemma3Config(text_config=text))
+    assert (got.kinds, got.rows["k"]) == (("sliding",) * 5 + ("full",), (2, 8))
+    assert (got.sliding_window, got.model_dtype) == (16, torch.float16)
+
+
+def test_layout_refuses_models_that_it_cannot_observe() -> None:
+    for config, message in (
+        (transformers.FalconConfig(num_hidden_layers=2), "FalconConfig cannot be observed"),
+        (SimpleNamespace(num_hidden_layers=2), "SimpleNamespace cannot be observed"),
+        (tiny("Qwen3Config", layer_types=["full_attention", "conv"] * 2), "observed: .*'conv'"),
+        (tiny("MistralConfig", sliding_window=0), "neither causal nor a sliding window"),
+        (SimpleNamespace(dtype="float7"), "'float7' is not a torch dtype"),
     ):
         with pytest.raises(ValueError, match=message):
-            layout(SimpleNamespace(**base, **fields))
+            layout(config)
     assert kv_dtype("auto", torch.float64) == torch.float64

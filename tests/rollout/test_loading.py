@@ -1,30 +1,23 @@
-"""Reading model directories: supported and refused configs, experts, stop tokens, rotary tables."""
+"""Reading model directories: supported and refused configs, experts, rotary tables."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Engine
 from rollout.model.decoder import ExpertsConfig, GatedConfig, ModelConfig
 from rollout.model.loading import load_model_config
-from rollout.model.mixers.base import inverse_frequencies, rotary_tables
+from rollout.model.mixers.base import rotary_tables
 from rollout.ops.experts import Routing
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3, YARN
+from tests.helpers.rollout.folders import edit_config
 
 V3, NEXT = "deepseek_v3", "qwen3_next"
-
-
-def edit_config(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    config = {key: value for key, value in config.items() if key not in remove} | changes
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def save_config(path: Path, kind: str) -> None:
@@ -53,7 +46,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0"),
     ("qwen2", WINDOW, "sliding_window=-3"),
-    ("qwen3", {"layer_types": LAYERS[1:3]}, "layer_types .*use_sliding_window"),
+    ("qwen3", {"layer_types": LAYERS[1:3]}, "Could not find a `sliding_window`"),
     ("qwen3", {"layer_types": LAYERS[1:4:2]}, "chunked_attention"),
     ("llama", {"rope_parameters": DYNAMIC}, "rope_type='dynamic'"),
     ("llama", {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -63,13 +56,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (V3, MOE_V3 | {"n_group": 8}, "n_group=8 and"),
     (V3, MOE_V3 | {"num_experts_per_tok": 5}, "must have num_experts_per_tok=5"),
     (V3, {"num_key_value_heads": 2}, "num_key_value_heads=2.*num_attention_heads=4"),
-    (V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
+    (V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7.*even"),
     (V3, {"q_lora_rank": None, "attention_bias": True}, "attention_bias=True.*q_lora_rank=None"),
     ("deepseek_v2", MOE_V3 | {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 must be in 1\.\.8"),
     (NEXT, {"linear_num_value_heads": 3}, "linear_num_value_heads=3 .*linear_num_key_heads=2"),
-    (NEXT, {"layer_types": LAYERS[0:3:2]}, "layer_types=.*sliding_attention"),
-    (NEXT, {"rope_parameters": THETA | {"partial_rotary_factor": 0.2}}, "rotary_dim=3 must be"),
+    (NEXT, {"layer_types": LAYERS[0:3:2]}, "cannot be observed.*sliding_attention"),
 ]
 
 
@@ -83,21 +75,6 @@ def test_unsupported_config_is_refused_with_its_key(
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=match):
         load_model_config(tmp_path)
-
-
-def test_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere.config\.json not found"):
-        load_model_config(tmp_path / "nowhere")
-
-
-def test_truncated_file_is_named(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    file = tmp_path / "model.safetensors"
-    whole = file.read_bytes()
-    for length in (0, 5, 100, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"safetensors cannot be read \(.*download or save"):
-            Engine.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,50 +172,6 @@ def test_experts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config_ids", "generation_ids", "expected"),
-    [(None, None, set()), (5, None, {5}), ([5, 6], None, {5, 6}), (5, 7, {7}), (5, [7, 8], {7, 8})],
-)
-def test_generation_config_overrides_the_configs_stop_tokens(
-    tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]
-) -> None:
-    save_tiny(tmp_path)
-    edit_config(tmp_path, eos_token_id=config_ids)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_ids}))
-    assert load_model_config(tmp_path).stop_token_ids == expected
-    (tmp_path / "generation_config.json").unlink()
-    if generation_ids is None:
-        assert load_model_config(tmp_path).stop_token_ids == expected
-
-
-WORDS = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
-PIECES = models.Unigram([("a", 0.0), ("b", 0.0)], unk_id=0)
-END = {"id": 11, "content": "<end>"}
-
-
-@pytest.mark.parametrize(
-    ("config", "model", "expected"),
-    [
-        ({"eos_token": "<end>", "added_tokens_decoder": {"11": END}}, WORDS, {7, 11}),
-        ({"eos_token": {"content": "<end>"}}, WORDS, {7, 2}),
-        ({"eos_token": "b"}, WORDS, {7, 1}),
-        ({"eos_token": "b"}, PIECES, {7, 1}),
-        ({"eos_token": "c"}, PIECES, {7}),
-        ({"eos_token": None}, WORDS, {7}),
-    ],
-)
-def test_end_token_of_the_tokenizer_is_a_stop_token_too(
-    tmp_path: Path, config: dict[str, Any], model: Any, expected: set[int]
-) -> None:
-    save_tiny(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(model)
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load_model_config(tmp_path).stop_token_ids == expected
-
-
-@pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "default", "rope_theta": 1e4},
@@ -254,7 +187,7 @@ def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) 
     config: ModelConfig = load_model_config(tmp_path)
     theirs = model.model.rotary_emb
     rope_config = config.mixers[0].rope
-    assert torch.equal(inverse_frequencies(rope_config, 32), theirs.inv_freq)
+    assert torch.equal(torch.tensor(rope_config.frequencies), theirs.inv_freq)
     cos, sin = theirs(torch.zeros(1), torch.arange(300)[None])
-    tables = rotary_tables(rope_config, 32, 300, torch.device("cpu"))
+    tables = rotary_tables(rope_config, 300, torch.device("cpu"))
     assert torch.equal(tables.cos, cos[0, :, :16]) and torch.equal(tables.sin, sin[0, :, :16])

@@ -158,25 +158,6 @@ def test_cache_is_off_and_tiers_are_refused_when_pages_are_not_the_whole_sequenc
 # ---------------------------------------------------------------- weights and sleep
 
 
-@pytest.mark.parametrize("at", [1, 2, 4, 6])
-def test_pages_of_requests_are_not_hit_after_the_weights_change_under_them(
-    path: Path, at: int
-) -> None:
-    """Replace the weights while requests are in prefill or decode, which keep their own pages."""
-    engine, prompts = make(path, max_prefill_tokens=16), random_prompts((30, 50))
-    run(engine, [prompt[:16] for prompt in prompts])
-    steps = iter(range(1, 100))
-
-    def change(*_: int) -> None:
-        if next(steps) == at:
-            engine.load(path)
-        engine.check_integrity()
-
-    engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0, n=2), on_progress=change)
-    engine.check_integrity()
-    assert spent(engine, prompts) == (80 + 2 * 7, 0)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prefixes_on_the_host_are_hit_after_a_sleep(
     path: Path, policy: WritePolicy, device: str

@@ -112,8 +112,6 @@ def test_states_of_running_requests_are_not_evicted(tiny_path: Path) -> None:
 
 
 def change_nothing(engine: Engine, path: Path) -> None: ...
-def load(engine: Engine, path: Path) -> None:
-    engine.load(path)
 
 
 def nap(engine: Engine, path: Path) -> None:
@@ -123,7 +121,7 @@ def nap(engine: Engine, path: Path) -> None:
     engine.wake_up()
 
 
-@pytest.mark.parametrize(("event", "kept"), [(change_nothing, True), (load, False), (nap, False)])
+@pytest.mark.parametrize(("event", "kept"), [(change_nothing, True), (nap, False)])
 @pytest.mark.parametrize("at", some(1, 3, 6, whole=[2, 4]))
 def test_answers_stay_the_same_when_the_cache_is_lost_under_requests(
     tiny_path: Path, event: Callable[[Engine, Path], None], kept: bool, at: int

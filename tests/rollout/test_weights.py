@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from memsaver import MemorySaver
 from memsaver.ops.rows import digest
 from rollout.model.decoder import aliases, parameter_groups
-from rollout.model.loading import iter_checkpoint, load_model_config
+from rollout.model.loading import load_model_config
+from rollout.model.model_folder import iter_checkpoint
 from rollout.tag_names import WEIGHTS
 from rollout.weights.store import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.model import ExpertsConfig, ModelConfig, inverse_frequencies, load_model_config
+from rollout.model import ExpertsConfig, ModelConfig, load_model_config
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.models.adapters.lora import expert_layers
 from trainer_bridge.models.moe import Routed, expert_routers
@@ -61,12 +61,11 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     model.set_attn_implementation(ATTENTION)
     model.packs = model.exact = True
     mixer: Any = description.mixers[0]
-    width = mixer.rotary_dim or mixer.head_dim
     for name, module in model.get_decoder().named_modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
         elif name.endswith("rotary_emb"):
-            frequencies = inverse_frequencies(mixer.rope, width)
+            frequencies = torch.tensor(mixer.rope.frequencies, dtype=torch.float32)
             module.forward = partial(_rotary, frequencies, mixer.rope.table_scale)
         elif hasattr(module, "act_fn"):
             module.act_fn = _Activation()

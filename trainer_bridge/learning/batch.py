@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memsaver.ops.layout import round_up, send_together
+from rollout.model import longest_context
 from rollout.requests import COLDEST
 from trainer_bridge.learning.token_numbers import flat
 from trainer_bridge.models.packing import Packing
@@ -335,7 +336,7 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
     An id outside the vocabulary would destroy a GPU's context, and a position beyond the limit
     would be scored wrongly.
     """
-    limit = model.max_position_embeddings
+    limit = longest_context(model)
     if batch.max_length > limit:
         text = f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions"
         raise ValueError(f"{text}; shorten it")

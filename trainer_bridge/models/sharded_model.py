@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memsaver import MemorySaver
 from memsaver.ops.hash import hash_text
-from rollout.model import stored_buffers
+from rollout.model import load_hf_config, stored_buffers
 from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
@@ -221,10 +221,10 @@ def meta_model(
 
     `attention` is transformers' name of the attention to use; None leaves it the choice.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     register_experts()
-    hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
+    hf_config = load_hf_config(config.model_dir)
     _without_noise(hf_config)
     dtype = config.torch_param_dtype if frozen else config.torch_model_dtype
     with torch.device("meta"):

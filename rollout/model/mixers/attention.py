@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvcache import KVPool
-from kvcache.config import check_option
 from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool, TokenPool
 from kvcache.staging import heads_per_rank
 from rollout.config import DoubleSparsity
@@ -50,9 +49,6 @@ class AttentionConfig(MixerConfig):
                 f"num_attention_heads={self.num_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        for key in ("head_dim", "rotary_dim"):
-            even = not (getattr(self, key) or 0) % 2
-            check_option(self, key, even, "must be even for rotary embeddings")
 
     @property
     def plain(self) -> bool:  # type: ignore[override]
@@ -182,7 +178,7 @@ class Attention:
         adds_bias = config.o_bias and parts.ranks.rank == 0
         self._o_bias = store.tensor(name + "o_proj.bias") if adds_bias else None
         self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
-        self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
+        self._rotary = parts.rotary(config.rope)
         kv = LayerKV(parts.pool, index)
         self._kv = kv if parts.sparsity is None else SparseKV(parts.pool, index, parts.sparsity)
         assert isinstance(kv.pool, MHATokenToKVPool)

@@ -5,7 +5,6 @@ Each kind of mixer has a file with two classes: the configuration and the comput
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rollout.weights.store import WeightStore
 
 AttentionPlan = TorchPlan | TritonPlan
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,124 +81,40 @@ class LayerParts:
     ranks: TensorParallel
     norm_eps: float  # `ModelConfig.rms_norm_eps`
     zero_centred_norms: bool
-    _tables: dict[tuple[RopeConfig, int], RotaryTables] = field(default_factory=dict)
+    _tables: dict[RopeConfig, RotaryTables] = field(default_factory=dict)
 
-    def rotary(self, rope: RopeConfig, dim: int) -> RotaryTables:
-        """Return tables for heads with `dim` rotated elements; layers share the tables."""
-        if (rope, dim) not in self._tables:
+    def rotary(self, rope: RopeConfig) -> RotaryTables:
+        """Return the tables of a rotary embedding; layers share them."""
+        if rope not in self._tables:
             longest, device = self.table.max_context_len, self.table.device
-            self._tables[rope, dim] = rotary_tables(rope, dim, longest, device)
-        return self._tables[rope, dim]
+            self._tables[rope] = rotary_tables(rope, longest, device)
+        return self._tables[rope]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding.
+    """Rotary embedding, as transformers' model computes it.
 
-    Fields are named after the keys of `rope_parameters` in Hugging Face configs; `theta` is its
-    `rope_theta`.
+    Attributes:
+        frequencies: Angle per position of each rotated pair, in fp32.
+        table_scale: Factor of cosines and sines (yarn).
     """
 
-    theta: float  # base of the wavelengths
-    rope_type: str = "default"  # one of `ROPE_TYPES`
-    factor: float = 1.0  # factor that stretches wavelengths; all types but default
-    # llama3 only: wavelengths above the original context divided by `low_freq_factor` are stretched
-    # by `factor`; wavelengths below the original context divided by `high_freq_factor` are kept.
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192  # context before stretching; llama3 and yarn
-    # yarn only: wavelengths with more than `beta_fast` rotations in the original context are kept;
-    # wavelengths with fewer than `beta_slow` rotations are stretched by `factor`.
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0  # yarn only: scale of the tables, with `mscale_all_dim`
-    # If not 0, latent attention scales its scores by it (all types but default).
-    mscale_all_dim: float = 0.0
-    # yarn only: factor of rotated queries and of rotated keys; None derives it from `mscale`, or as
-    # in the YaRN paper.
-    attention_factor: float | None = None
-    truncate: bool = True  # yarn only: round the borders of the ramp to whole dimensions
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-            )
+    frequencies: tuple[float, ...]
+    table_scale: float = 1.0
 
     @property
-    def table_scale(self) -> float:
-        """Return the factor of cosines and sines."""
-        if self.rope_type != "yarn":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
-        return self._mscale(1.0)
-
-    @property
-    def score_scale(self) -> float:
-        """Return the factor of latent attention's scores, in addition to 1 / sqrt(width)."""
-        if self.rope_type == "default" or not self.mscale_all_dim:
-            return 1.0
-        return self._mscale(self.mscale_all_dim) ** 2
-
-    def _mscale(self, mscale: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+    def width(self) -> int:
+        """Return the number of rotated elements of a head."""
+        return 2 * len(self.frequencies)
 
 
-def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Return fp32 [dim / 2] on the CPU, computed in transformers' order of operations."""
-    wavelengths = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    inv_freq = 1.0 / wavelengths
-    if rope.rope_type == "linear":
-        return inv_freq / rope.factor
-    if rope.rope_type == "llama3":
-        return _llama3(inv_freq, rope)
-    if rope.rope_type == "yarn":
-        return _yarn(wavelengths, rope, dim)
-    return inv_freq
-
-
-def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Stretch long wavelengths by `factor`, keep short ones, interpolate in between (Llama 3.1)."""
-    context = rope.original_max_position_embeddings
-    low_wavelen, high_wavelen = context / rope.low_freq_factor, context / rope.high_freq_factor
-    wavelen = 2 * math.pi / inv_freq
-    scaled = torch.where(wavelen > low_wavelen, inv_freq / rope.factor, inv_freq)
-    span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = (context / wavelen - rope.low_freq_factor) / span
-    smoothed = (1 - smooth) * scaled / rope.factor + smooth * scaled
-    medium = ~(wavelen < high_wavelen) & ~(wavelen > low_wavelen)
-    return torch.where(medium, smoothed, scaled)
-
-
-def _yarn(wavelengths: Tensor, rope: RopeConfig, dim: int) -> Tensor:
-    """Stretch low frequencies by `factor`, keep high ones, and blend in between (YaRN).
-
-    High frequencies rotate more than `beta_fast` times in the original context, low frequencies
-    less than `beta_slow` times.
-    """
-
-    def rotations_at(count: float) -> float:
-        turns = rope.original_max_position_embeddings / (count * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(rope.theta))
-
-    low, high = rotations_at(rope.beta_fast), rotations_at(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    span = high - low or 0.001
-    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / span, 0, 1)
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
-
-
-def rotary_tables(rope: RopeConfig, dim: int, positions: int, device: torch.device) -> RotaryTables:
-    """Compute the tables of positions 0..positions - 1 for heads with `dim` rotated elements.
+def rotary_tables(rope: RopeConfig, positions: int, device: torch.device) -> RotaryTables:
+    """Compute the tables of positions 0..positions - 1.
 
     The tables are plain torch memory outside every tag, so they survive any sleep.
     """
-    inv_freq = inverse_frequencies(rope, dim).to(device)
-    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq
+    frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
+    angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
     scale = rope.table_scale
     return RotaryTables(cos=angles.cos() * scale, sin=angles.sin() * scale)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcache.observed_model import ObservedAttention
 from kvcache.ops import rotate_heads
 from kvcache.pools import MLATokenToKVPool
 from rollout.model.mixers.attention import LayerKV
@@ -35,28 +36,30 @@ class MLAConfig(MixerConfig):
     nope_dim: int  # elements of a query head without position
     rope_dim: int  # rotated elements of a query head and of a cached row
     value_dim: int  # elements of a head's value
+    scale: float  # factor of the scores
     rope: RopeConfig
     interleaved: bool  # rotary pairs are adjacent elements, not halves
     bias: bool  # whether the projections from and to the hidden size have biases
 
     def __post_init__(self) -> None:
-        if self.rope_dim % 2:
-            raise ValueError(f"qk_rope_head_dim={self.rope_dim} must be even for rotary embeddings")
         if self.bias and self.q_rank is None:
             raise ValueError(
                 "attention_bias=True is not supported with q_lora_rank=None; supported: False"
             )
 
     @classmethod
-    def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
-        """Read a Hugging Face config."""
+    def of(cls, config: Any, layer: ObservedAttention, rope: RopeConfig) -> MLAConfig:
+        """Describe an observed layer; `config` is its model's Hugging Face config."""
+        assert layer.latent is not None
+        kv_rank, rope_dim = layer.latent
         return cls(
-            num_heads=config.num_attention_heads,
+            num_heads=layer.query_heads,
             q_rank=config.q_lora_rank,
-            kv_rank=config.kv_lora_rank,
-            nope_dim=config.qk_nope_head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            value_dim=config.v_head_dim,
+            kv_rank=kv_rank,
+            nope_dim=layer.key_width - rope_dim,
+            rope_dim=rope_dim,
+            value_dim=layer.value_width,
+            scale=layer.scale,
             rope=rope,
             interleaved=config.model_type == "deepseek_v2" or bool(config.rope_interleave),
             bias=bool(config.attention_bias),
@@ -127,11 +130,11 @@ class LatentAttention:
         self._ranks = parts.ranks
         adds_bias = config.bias and parts.ranks.rank == 0
         self._o_bias = store.tensor(name + "o_proj.bias") if adds_bias else None
-        self._rotary = parts.rotary(config.rope, config.rope_dim)
+        self._rotary = parts.rotary(config.rope)
         assert isinstance(parts.pool, MLATokenToKVPool)
         self._layer, self._pool = index, parts.pool
         self._kv = LayerKV(parts.pool, index)
-        self._scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.score_scale
+        self._scale = config.scale
         self._stage = f"attention of layer {index}"
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:

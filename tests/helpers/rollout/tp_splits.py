@@ -17,6 +17,8 @@ def decoder_splits(head_dim: int, size: int, experts: int = 1) -> Splits:
     """Return the splits over `size` ranks; `experts` is `EngineConfig.expert_parallel`."""
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head_dim}
     biases = {"qkv_bias": True, "o_bias": False, "qk_norm": False}
-    attention = AttentionConfig(rope=RopeConfig(theta=1e4), **heads, **biases)
+    attention = AttentionConfig(
+        rope=RopeConfig(frequencies=(1.0,) * (head_dim // 2)), **heads, **biases
+    )
     mlps = [GatedConfig(inner=1).splits(size, experts), _EXPERTS.splits(size, experts)]
     return {**VOCABULARY, **attention.splits(), **mlps[0], **mlps[1]}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsaver.system.files import replace_text, sync
-from rollout.model import Stored, spellings, stop_token_ids, stored_buffers
+from rollout.model import Stored, read_json, spellings, stop_token_ids, stored_buffers
 from trainer_bridge.config import LoraConfig, TrainerConfig
 from trainer_bridge.errors import OtherWeights, listed, misfits
 from trainer_bridge.models.adapters.lora import (
@@ -416,7 +416,9 @@ def _factors(weights: Weights, name: str, dtype: torch.dtype) -> dict[str, Tenso
 
 def _config_text(source: Path, model: nn.Module, dtype: torch.dtype) -> str:
     """Return the model's config.json with the dtype of the export."""
-    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(source / "config.json")
+    if fields.get("tie_word_embeddings") and not model.config.tie_word_embeddings:
+        fields["tie_word_embeddings"] = False  # the files hold an output embedding of their own
     fields.setdefault("architectures", [type(model).__name__.removeprefix("FSDP")])
     fields["dtype"] = str(dtype).removeprefix("torch.")
     if "torch_dtype" in fields:  # the older name of the key

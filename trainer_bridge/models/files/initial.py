@@ -14,9 +14,7 @@ from memsaver.ops.rows import digest
 from memsaver.system.plain import all_gather_plain
 from rollout.model import (
     Stored,
-    checkpoint_files,
-    is_unused,
-    open_checkpoint,
+    open_tensors,
     spellings,
     stored_buffers,
 )
@@ -42,11 +40,8 @@ class CheckpointFiles:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, Any] = open_tensors(path)
         self.ways: dict[str, list[Stored]] = {}  # of the checked parameters
-        for file_path in checkpoint_files(path):
-            file = open_checkpoint(file_path)
-            self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
         """Look up all parameters in the files by name and shape, before any box is read.
