@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 _NAME = "memsaver_observed"
 # Modules without attention. Experts choose rows by value, which the meta device has not.
-_SKIPPED = ("mlp", "feed_forward", "block_sparse_moe", "linear_attn", "mamba")
+_RECURRENT = ("linear_attn", "mamba")
+_SKIPPED = ("mlp", "feed_forward", "block_sparse_moe", "experts", *_RECURRENT)
 _FAR = 1 << 20  # a position beyond every window that is not named
 
 
@@ -96,20 +97,33 @@ def _observe(config: Any) -> ObservedModel:
         x = torch.empty(1, 2, config.hidden_size, dtype=model.dtype, device="meta")
         # With a mask on the CPU, no model looks for values on the meta device.
         decoder(inputs_embeds=x, attention_mask=torch.ones(1, 2), use_cache=False)
-    layers: list[ObservedAttention | None] = [None] * config.num_hidden_layers
-    for module in decoder.modules():
-        if hasattr(module, _NAME):
-            layers[module.layer_idx] = getattr(module, _NAME)
+    return ObservedModel(model, _calls(decoder, config.num_hidden_layers))
+
+
+def _calls(decoder: nn.Module, count: int) -> tuple[ObservedAttention | None, ...]:
+    layers: list[ObservedAttention | None] = [None] * count
+    for name, module in decoder.named_modules():
+        if not hasattr(module, _NAME):
+            continue
+        layers[module.layer_idx] = getattr(module, _NAME)  # type: ignore[index]
+        layer = decoder.get_submodule(name.rpartition(".")[0])
+        if any(hasattr(layer, recurrence) for recurrence in _RECURRENT):
+            raise ValueError("a layer has both attention and a recurrent state")
     if not any(layers):
         raise ValueError("its attention does not use transformers' attention interface")
-    return ObservedModel(model, tuple(layers))
+    return tuple(layers)
 
 
 @dataclass(frozen=True)
 class _Mask:
-    """What the mask function returns in place of a mask: the window, or None for all keys."""
+    """What the mask function returns in place of a mask.
+
+    Models also make masks that no layer uses, so the attention function refuses those of other
+    kinds than a window, or None for all keys.
+    """
 
     window: int | None
+    known: bool
 
 
 def _mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> _Mask:
@@ -117,12 +131,9 @@ def _mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> _Ma
         return bool(mask_function(*map(torch.tensor, (0, 0, query, key))))
 
     if local_size is None:
-        plain = sees(_FAR, 0)
-    else:
-        plain = local_size >= 1 and sees(local_size, 1) and not sees(local_size, 0)
-    if not plain:
-        raise ValueError(f"a mask is neither causal nor a sliding window (size {local_size})")
-    return _Mask(local_size)
+        return _Mask(None, known=sees(_FAR, 0))
+    known = local_size >= 1 and sees(local_size, 1) and not sees(local_size, 0)
+    return _Mask(local_size, known)
 
 
 def _attention(
@@ -137,6 +148,9 @@ def _attention(
     """Record the call in the module; return an output of the right shape."""
     if not isinstance(attention_mask, _Mask) or hasattr(module, _NAME):
         raise ValueError("its attention masks do not come from transformers' mask functions")
+    if not attention_mask.known:
+        size = attention_mask.window
+        raise ValueError(f"a mask is neither causal nor a sliding window (size {size})")
     rank = getattr(module, "kv_lora_rank", None)
     call = ObservedAttention(
         query_heads=query.shape[1],
@@ -154,7 +168,8 @@ def _attention(
 def _skip_what_needs_values(decoder: nn.Module) -> None:
     """Skip experts and recurrences, and keep rotary tables from depending on the positions."""
     for name, module in decoder.named_modules():
-        if name.rpartition(".")[2] in _SKIPPED:
+        # An MLP with a router returns a pair, so only its experts are skipped (gpt-oss).
+        if name.rpartition(".")[2] in _SKIPPED and not hasattr(module, "router"):
             module.forward = _first  # type: ignore[method-assign]
         if isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"  # type: ignore[assignment]

@@ -40,6 +40,7 @@ from recipes.setup.preparation import (
     with_exact_decided,
 )
 from recipes.tasks import make_tasks
+from rollout.model import load_hf_config, read_json
 from rollout.tag_names import TAGS as ENGINE_TAGS
 
 
@@ -109,7 +110,8 @@ def plan_of(
                 raise
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), directory)
-        fields = json.loads((directory / "config.json").read_text())
+        tied = load_hf_config(directory).tie_word_embeddings  # as the files of the weights have it
+        fields = read_json(directory / "config.json") | {"tie_word_embeddings": tied}
         how: dict[str, Any] = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
 
         def planned(recipe: Recipe) -> MemoryPlan:

@@ -104,7 +104,7 @@ def _own_head(directory: Path) -> bool:
         files = open_tensors(directory)
     except ValueError:  # reported by whoever reads the weights, if anyone does
         return False
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(_auto_config(directory))]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(_auto_config(directory))]
     ties = kind._tied_weights_keys
     for name, stored in ties.items() if isinstance(ties, Mapping) else ():
         if name not in files or stored not in files:

@@ -29,6 +29,8 @@ MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], i
     ("MistralConfig", {}, ("sliding",) * 3, "mha", (8, 128), 4096, 12_288),
     ("MistralConfig", {"sliding_window": None}, ("full",) * 3, "mha", (8, 128), None, 12_288),
     ("Gemma2Config", {}, ALTERNATING, "swa", (4, 256), 4096, 20_480),
+    ("GptOssConfig", {}, ("sliding", "full") * 2, "swa", (8, 64), 128, 8192),
+    ("Qwen2MoeConfig", {}, ("full",) * 2, "mha", (16, 128), None, 16_384),
     ("DeepseekV2Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456),
     ("DeepseekV3Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456),
 ]
@@ -175,6 +177,7 @@ def test_layout_reads_the_text_config_of_a_multimodal_config() -> None:
 def test_layout_refuses_models_that_it_cannot_observe() -> None:
     for config, message in (
         (transformers.FalconConfig(num_hidden_layers=2), "FalconConfig cannot be observed"),
+        (transformers.FalconH1Config(num_hidden_layers=2), "attention and a recurrent state"),
         (SimpleNamespace(num_hidden_layers=2), "SimpleNamespace cannot be observed"),
         (tiny("Qwen3Config", layer_types=["full_attention", "conv"] * 2), "observed: .*'conv'"),
         (tiny("MistralConfig", sliding_window=0), "neither causal nor a sliding window"),

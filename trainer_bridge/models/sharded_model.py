@@ -39,7 +39,6 @@ from trainer_bridge.models.adapters.lora import (
 from trainer_bridge.models.exact_passes import free_totals, recomputation
 from trainer_bridge.models.files.initial import (
     CheckpointFiles,
-    check_directory,
     open_weights,
     part_of_rank,
 )
@@ -81,7 +80,6 @@ def build_model(
     A ValueError reports a missing file; parameters that are missing, unknown, of another shape, or
     cannot be sharded or laid out as requested; or an adapter's target that does not exist.
     """
-    check_directory(config.model_dir)
     if tag != PARAMS:
         # A reference's scores enter the policy's loss. With `batch_invariant` they must not depend
         # on the micro batch, either; otherwise only the policy's forward is compared.

@@ -264,10 +264,10 @@ def _template_files(source: Path, template: str | None) -> dict[str, str | None]
 
 def _generation_file(source: Path) -> dict[str, str | None]:
     """Return generation_config.json if the model's lacks a token that ends the engine's answers."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json(source / "config.json")
     settings = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
     if (file := source / _GENERATION).is_file():
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = read_json(file)
     ends = settings.get("eos_token_id")
     listed = [ends] if isinstance(ends, int) else ends or []
     if not (missing := stop_token_ids(source).difference(listed)):
@@ -414,7 +414,7 @@ def _factors(weights: Weights, name: str, dtype: torch.dtype) -> dict[str, Tenso
     return {} if dist.get_rank() != 0 else peft_tensors(name, a.cpu(), b.cpu())
 
 
-def _config_text(source: Path, model: nn.Module, dtype: torch.dtype) -> str:
+def _config_text(source: Path, model: Any, dtype: torch.dtype) -> str:
     """Return the model's config.json with the dtype of the export."""
     fields = read_json(source / "config.json")
     if fields.get("tie_word_embeddings") and not model.config.tie_word_embeddings:

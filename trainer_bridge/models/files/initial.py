@@ -1,7 +1,6 @@
 """Initial content of a model: weights from safetensors files, random weights, rebuilt buffers."""
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -22,13 +21,6 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.models.adapters.lora import base_params, is_adapter
 from trainer_bridge.sync.shards import Box, local_shard, shard_box
-
-
-def check_directory(path: str) -> None:
-    """Raise a ValueError unless `path` contains a config.json."""
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        rule = "is not a Hugging Face model directory: no config.json"
-        raise ValueError(f"model_path={path!r} {rule}; check the path")
 
 
 class CheckpointFiles:
