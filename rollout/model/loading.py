@@ -55,14 +55,11 @@ def load_model_config(directory: Path) -> ModelConfig:
             architecture or a value; names the file or the key.
     """
     architectures = read_json(directory / "config.json").get("architectures") or []
-    if not any(name in ARCHITECTURES for name in architectures):
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(
-            f"{directory}: architectures={architectures} not supported; supported: {known}"
-        )
+    _refuse_architectures(architectures, directory)
     config = load_hf_config(directory)
     _refuse_unsupported(config, str(directory))
     observed = _observed(config, str(directory))
+    _refuse_architectures([type(observed.model).__name__], directory)  # chosen by model_type
     shapes = _shapes(observed.model) | stored_shapes(observed.model)
     model = ModelConfig(
         vocab_size=config.vocab_size,
@@ -78,6 +75,12 @@ def load_model_config(directory: Path) -> ModelConfig:
     )
     _check_parameters(model, shapes, str(directory))
     return model
+
+
+def _refuse_architectures(names: list[str], directory: Path) -> None:
+    if not any(name in ARCHITECTURES for name in names):
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{directory}: architectures={names} not supported; supported: {known}")
 
 
 def _observed(config: Any, where: str) -> ObservedModel:

@@ -219,7 +219,9 @@ def stop_token_ids(directory: Path) -> frozenset[int]:
     ids = _read_optional(directory / "generation_config.json").get("eos_token_id")
     if ids is None:
         ids = read_json(directory / "config.json").get("eos_token_id")
-    listed = [ids] if isinstance(ids, int) else ids or []
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token, int) for token in listed):
+        raise ValueError(f"{directory}: eos_token_id={ids!r} must be token ids; correct it")
     end = _tokenizer_end(directory)
     return frozenset(listed if end is None else [*listed, end])
 

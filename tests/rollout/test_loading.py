@@ -42,6 +42,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": -3, "max_window_layers":
 LAYERS = ["linear_attention", "full_attention", "sliding_attention", "chunked_attention"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"architectures": ["GemmaForCausalLM"]}, "architectures=.*Gemma.*LlamaForCausalLM"),
+    ("llama", {"model_type": "granite"}, "architectures=.*GraniteForCausalLM.*not supported"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("mistral", {"sliding_window": 0}, "sliding_window=0"),

@@ -198,6 +198,9 @@ def test_generation_config_overrides_the_configs_stop_tokens(
     (tmp_path / "generation_config.json").unlink()
     if generation_ids is None:
         assert load_model_config(tmp_path).stop_token_ids == expected
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["7"]}')
+    with pytest.raises(ValueError, match=r"eos_token_id=\['7'\] must be token ids"):
+        load_model_config(tmp_path)
 
 
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
