@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
