@@ -43,7 +43,13 @@ UPWARD = {("trainer_bridge.models", "trainer_bridge.exact")}
 # Names of several files: one role in each of their packages or rooms.
 ROLES = {"actor", "base", "config", "errors", "experts", "tag_names", "vllm"}
 # Files that read the date; all others measure with clocks that nobody sets.
-DATED = ("memsaver/system/clock.py", "recipes/logs/run_folder.py", "recipes/logs/trackers.py")
+DATED = (  # files that read dates
+    "memsaver/system/clock.py",
+    "recipes/logs/run_folder.py",
+    "recipes/logs/trackers.py",
+    "recipes/planner/command.py",
+    "recipes/setup/preparation.py",
+)
 FOREIGN_MODULES = {"os", "torch", "_python_dispatch"}  # their private names may be used
 FOREIGN_NAMES = {"_local_tensor"}  # of torch's DTensor
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)

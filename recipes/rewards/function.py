@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from recipes.errors import RecipeError, one_line, shown
 from recipes.importing import import_function
 from recipes.rewards.packaged import PACKAGED
+from recipes.rewards.reward_set import RewardSet, Source, is_scorer
 from recipes.rewards.score import Answer, Score, score_of
 
 if TYPE_CHECKING:
     from recipes.config.sections import Extract
-    from recipes.rewards.rewards import RewardSet
 
 Kind = Literal["each", "together", "groups"]
 """How a function is called: for each answer, for all and awaited, or for whole groups (batched)."""
-Source = str | Callable[..., Any]
-"""A reward function: its name in a recipe, or the callable itself."""
 
 FAULTS = (Exception, SystemExit, asyncio.CancelledError)
 NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -74,7 +72,7 @@ class RewardFunction:
             raise RecipeError(f"{one_line(error)}; wrap it in a function of your own") from error
         fixed = ("extract",) if source in PACKAGED else ()
         # The scorer of a task takes the problem itself.
-        self._scores_task = getattr(source, "scores_task", False) is True
+        self._scores_task = is_scorer(source)
         self._takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
         self._names = {
             name for name, item in parameters.items() if item.kind in NAMED and name not in fixed

@@ -12,7 +12,7 @@ from recipes.errors import shown
 from recipes.rewards import Answer, Rewards, RewardSet, Scored
 from recipes.rewards.extract import extract_expected
 from recipes.rewards.function import ARGUMENTS, BATCHED, PREFIX
-from recipes.rewards.rewards import evaluates, is_linear
+from recipes.rewards.reward_set import evaluates, is_linear
 from recipes.tasks.problem import Problem, Scorer, Task, Tasks
 
 Build = Callable[[ProblemSection], Task]

@@ -47,7 +47,7 @@ def test_continued_run_keeps_rows_samples_and_best_checkpoint(
         assert sample_places(path)[: len(samples)] == samples
         evaluated = [row["step"] for row in rows(path, "eval")]
         assert len(evaluated) == len({*evaluated})
-        best = standing(rows(path, "eval"), "exact_match")
+        best = standing(rows(path, "eval"), "correct")
         kept = RunFolder(path).best_checkpoint()
         assert best and (kept is None if best.step == 0 else kept and kept.is_dir())
         assert kept is None or kept.name == f"step_{best.step}"

@@ -66,9 +66,10 @@ def test_resumed_run_continues_with_the_scale_that_worked(
 def test_model_that_exceeds_float16_ends_the_run_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rollout's first answers have NaN for log-probabilities."""
+    """The rollout's first answer has NaN for a log-probability."""
     words = [*SMALL, HALF, "model.config.initializer_range=100.0", "steps=1"]
     assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 1
     message = capsys.readouterr().err.replace("\n", " ")
-    assert "evaluate failed: FloatingPointError: 16 of 16 answers have log-prob" in message
-    assert "exceeds float16's 65,504; start a new run with model.dtype=bfloat16" in message
+    assert "evaluate failed: FloatingPointError: a log-probability of sample 0.0 is" in message
+    assert "values exceeded the range of the dtype of the engine" in message
+    assert "use dtype bfloat16 or float32" in message

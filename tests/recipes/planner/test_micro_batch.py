@@ -204,7 +204,7 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     monkeypatch.setattr(Trainer, "update_actor", watched)
     limits, plans = iter([LIMIT, 2700 * MIB]), list[MemoryPlan]()
 
-    def plan_here(folder: Path, total: int, recipe: Recipe) -> Switch:
+    def plan_here(folder: Path, total: int, recipe: Recipe, prompt_tokens: int) -> Switch:
         plan = plan_of(recipe, "run", gpu=str(total))
         plans.append(plan)
         assert plan.switch is not None

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams
@@ -425,7 +426,10 @@ def test_export_has_the_end_tokens_and_the_template_of_the_run(
     (path / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
-    tokenizer = {"eos_token": "<e>", "added_tokens_decoder": {"7": {"content": "<e>"}}}
+    words = models.WordLevel({**{str(id): id for id in range(7)}, "<e>": 7}, "0")
+    saved = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="<e>")
+    saved.save_pretrained(path)
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
     settings = json.dumps(tokenizer | {"chat_template": "{{ 'old' }}"})
     (path / "tokenizer_config.json").write_text(settings)
     (path / "chat_template.jinja").write_text("{{ 'own' }}")
