@@ -386,7 +386,8 @@ class RunFolder:
         replace_text(file, json.dumps(environment, indent=2) + "\n")
 
     def add_row(self, row: Row, samples: Sequence[Row] = ()) -> None:
-        """Write a row and the samples that belong to it."""
+        """Write a row, also of a loop that names figures as before, and its samples."""
+        row = _renamed(row, self.path / "metrics.jsonl")
         self.run.rows.append(row)
         if len(self.run.rows) % KEPT_ROWS == 0:
             self.run.forget_old()

@@ -19,6 +19,8 @@ from recipes.errors import RecipeError, typed
 from recipes.rewards.function import RewardFunction
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+HANDLED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+"""Signals that the supervisor of a worker waits for."""
 SIGNALED = 128
 """Added to the number of the signal that ended a worker, in its supervisor's exit status."""
 
@@ -29,7 +31,7 @@ def main(descriptor: int, driver: int) -> None:
     The process becomes the supervisor of a child that serves. When the child or the driver ends,
     or on SIGTERM, it kills the child and every process that descends from it.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != driver:  # It ended before the call of prctl.
@@ -37,8 +39,8 @@ def main(descriptor: int, driver: int) -> None:
     supervisor = os.getpid()
     if worker := os.fork():
         os.close(descriptor)
-        os._exit(_supervise(worker))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+        os._exit(_supervise(worker, driver))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == supervisor:
         # A process that a function starts would keep the socket open beyond the end of this one.
@@ -50,11 +52,16 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value)
 
 
-def _supervise(worker: int) -> int:
-    """Wait for the end of the worker or a SIGTERM, and end all descendants; return the status."""
+def _supervise(worker: int, driver: int) -> int:
+    """Wait for the end of the worker or a SIGTERM, and end all descendants; return the status.
+
+    A function that signals the parent of its process means the run, which gets the signal.
+    """
     code = 0
-    while signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
-        if (ended := os.waitpid(worker, os.WNOHANG))[0]:
+    while (info := signal.sigwaitinfo(HANDLED)).si_pid == worker or info.si_signo != signal.SIGTERM:
+        if info.si_signo != signal.SIGCHLD:
+            os.kill(driver, info.si_signo)
+        elif (ended := os.waitpid(worker, os.WNOHANG))[0]:
             code = os.waitstatus_to_exitcode(ended[1])
             break
     with contextlib.suppress(ChildProcessError):  # There are no more children.

@@ -42,6 +42,10 @@ async def counted(completion):
     running -= 1
     return {"reward": 1.0, "most": most, "process": os.getpid()}
 
+def signals(completion):
+    os.kill(os.getppid(), __import__("signal").SIGTERM)
+    return 1.0
+
 def leaves_processes(completion):
     inner = "import os, sys; os.setsid(); os.execvp('sleep', ['sleep', '97.%s'])" % completion
     subprocess.Popen(["python3", "-c", inner])
@@ -117,6 +121,18 @@ def test_calls_wait_for_their_turn_without_losing_time() -> None:
     assert [scored.reward for scored in scores] == [1.0] * 24
     assert {scored.figures["counted_most"] for scored in scores} <= {1.0, 2.0}
     assert len({scored.figures["counted_process"] for scored in scores}) == 1
+
+
+def test_signal_to_the_parent_of_a_function_reaches_the_run() -> None:
+    got = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        with Rewards(RewardSet(functions=["hanging:signals"]), workers=1) as rewards:
+            scores = rewards.score([Answer(prompt="p", text="x")])
+            until(lambda: got == [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert scores[0].reward == 1.0
 
 
 def alive(mark: str) -> list[int]:
