@@ -36,6 +36,8 @@ STARTS = 3
 """Number of workers in a row that may end before they have loaded the functions."""
 GRACE = 1.0
 """Seconds that a process may take to end after it has closed its socket, or after a kill."""
+ENDING = 5.0
+"""Seconds that a supervisor may take to end all that its worker has started."""
 STALLED = 10
 """Seconds that one read or write of a message may take, so that no worker can block the run."""
 COMMAND = "import sys; sys.path[:] = {path}; from recipes.rewards.worker import main; main({ids})"
@@ -197,7 +199,7 @@ class Worker:
             self._process.wait(GRACE if self._hung_up else 0)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE)
+            self._process.wait(ENDING)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):  # Processes that left the group may hold the other end.
