@@ -340,42 +340,44 @@ def test_no_worker_outlives_its_driver(number: int) -> None:
     wait_gone([worker.pid for worker in workers])
 
 
-@pytest.mark.parametrize(
-    ("function", "extract", "text", "answer", "right"),
-    [
-        ("exact_match", "text", " b e\n", "b e", 1),
-        ("exact_match", "text", "b e.", "b e", 0),
-        ("exact_match", "boxed", r"So \boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1),
-        ("exact_match", "boxed", "1", "1", 0),
-        ("exact_match", "tag", "<answer>a</answer> <answer> b</answer>", "b", 1),
-        ("exact_match", "number", "It is 42.", "so 12 #### 42", 1),
-        ("math", "number", "It is 42.0", "so 12 #### 42", 1),
-        ("number", "text", "It costs $1,000 in all.", "1000", 1),
-        ("number", "text", "2 + 0 = 2.0", "#### 2", 1),
-        ("number", "text", "5 - 9 = \u22124", "-4", 1),
-        ("number", "text", "4", "-4", 0),
-        ("number", "text", "no idea", "4", 0),
-        ("number", "boxed", r"\boxed{7} of 9", "7", 1),
-        ("math", "text", r"So \boxed{\frac{1}{2}}.", "0.5", 1),
-        ("math", "text", "$x + 1$", "1+x", 1),
-        ("math", "text", "7", "8", 0),
-        ("math", "tag", r"<answer>2\sqrt{2}</answer>", r"$\sqrt{8}$", 1),
-        ("math", "boxed", "none", "8", 0),
-    ],
-)
-def test_packaged_function_compares_the_extracted_answer(
-    function: str, extract: str, text: str, answer: str, right: int
-) -> None:
+CASES: list[tuple[str, Any, str, str, int]] = [
+    ("exact_match", "text", " b e\n", "b e", 1),
+    ("exact_match", "text", "b e.", "b e", 0),
+    ("exact_match", "boxed", r"So \boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1),
+    ("exact_match", "boxed", "1", "1", 0),
+    ("exact_match", "tag", "<answer>a</answer> <answer> b</answer>", "b", 1),
+    ("exact_match", "number", "It is 42.", "so 12 #### 42", 1),
+    ("math", "number", "It is 42.0", "so 12 #### 42", 1),
+    ("number", "text", "It costs $1,000 in all.", "1000", 1),
+    ("number", "text", "2 + 0 = 2.0", "#### 2", 1),
+    ("number", "text", "5 - 9 = \u22124", "-4", 1),
+    ("number", "text", "4", "-4", 0),
+    ("number", "text", "no idea", "4", 0),
+    ("number", "boxed", r"\boxed{7} of 9", "7", 1),
+    ("math", "text", r"So \boxed{\frac{1}{2}}.", "0.5", 1),
+    ("math", "text", "$x + 1$", "1+x", 1),
+    ("math", "text", "7", "8", 0),
+    ("math", "tag", r"<answer>2\sqrt{2}</answer>", r"$\sqrt{8}$", 1),
+    ("math", "boxed", "none", "8", 0),
+]
+"""Function, extract, answer, expected answer, and the reward."""
+
+
+def test_packaged_functions_compare_the_extracted_answer() -> None:
     """Check, too, that an answer that was cut off gets 0, and that a column changes nothing."""
-    if function == "math":
-        pytest.importorskip("math_verify")
-    ended, cut_off = (
-        Answer(prompt="p", text=text, answer=answer, ended=ended, columns={"extract": "tag"})
-        for ended in (True, False)
-    )
-    with Rewards(RewardSet(functions=[function], extract=extract), workers=0) as rewards:
-        scores = rewards.score([ended, cut_off])
-    assert [(score.reward, score.correct) for score in scores] == [(right, bool(right)), (0, False)]
+    pytest.importorskip("math_verify")
+    sets, asked = dict[str, RewardSet](), list[Answer]()
+    for function, extract, text, answer, _ in CASES:
+        name = f"{function}, {extract}"
+        sets[name] = RewardSet(functions=[function], extract=extract)
+        columns = {"extract": "tag"}
+        whole = Answer(prompt="p", text=text, answer=answer, columns=columns, set=name)
+        asked += [whole, replace(whole, ended=False)]
+    with Rewards(sets, workers=0) as rewards:
+        scores = rewards.score(asked)
+    for case, ended, cut_off in zip(CASES, scores[::2], scores[1::2], strict=True):
+        assert (ended.reward, ended.correct) == (case[-1], bool(case[-1])), case
+        assert (cut_off.reward, cut_off.correct) == (0, False), case
 
 
 def test_math_runs_in_a_worker_and_needs_its_package_and_an_expected_answer(
