@@ -53,17 +53,24 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _supervise(worker: int, driver: int) -> int:
-    """Wait for the end of the worker or a SIGTERM, and end all descendants; return the status.
+    """Wait for the end of the worker or the driver, or a signal, and end all descendants.
 
-    A function that signals the parent of its process means the run, which gets the signal.
+    A function that signals the parent of its process means the run, which gets the signal. The
+    result is the exit status.
     """
     code = 0
-    while (info := signal.sigwaitinfo(HANDLED)).si_pid == worker or info.si_signo != signal.SIGTERM:
-        if info.si_signo != signal.SIGCHLD:
-            os.kill(driver, info.si_signo)
-        elif (ended := os.waitpid(worker, os.WNOHANG))[0]:
-            code = os.waitstatus_to_exitcode(ended[1])
+    while os.getppid() == driver:
+        info = signal.sigwaitinfo(HANDLED)
+        if info.si_signo == signal.SIGCHLD:
+            pid, status = os.waitpid(worker, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                break
+        elif info.si_pid != worker:
             break
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(driver, info.si_signo)
     with contextlib.suppress(ChildProcessError):  # There are no more children.
         while True:
             for child in _children():
