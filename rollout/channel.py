@@ -80,8 +80,10 @@ def listen(name: str) -> NamedSocket:
 def accept(named: NamedSocket, seconds: float) -> Connection:
     """Wait for a process of the same user that knows the name.
 
-    Other processes, whatever they send, neither extend the wait nor keep the right one from
-    connecting. A TimeoutError says that it did not connect in `seconds`.
+    Nothing that another process sends extends the wait, or keeps the right process from connecting.
+
+    Raises:
+        TimeoutError: The process did not connect in `seconds`.
     """
     end = time.monotonic() + seconds
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as waiting:

@@ -20,7 +20,7 @@ from memsaver.memory.backend import Backend, Transfer
 from memsaver.native import build, shim
 from memsaver.native.shim import Operation
 from memsaver.system.host_memory import available_memory
-from memsaver.system.libc import MAP_FAILED, NO_MEMORY, fill_holes, libc
+from memsaver.system.libc import MAP_FAILED, NO_MEMORY, fill_in_children, libc
 from memsaver.system.limits import limit_remedy
 from memsaver.system.threads import workers
 
@@ -33,15 +33,7 @@ class _Functions(ctypes.Structure):
 
 
 _reserved: dict[int, int] = {}  # bytes by address
-
-
-def _fill_in_child() -> None:
-    for address, nbytes in _reserved.items():
-        fill_holes(address, nbytes)
-    _reserved.clear()
-
-
-os.register_at_fork(after_in_child=_fill_in_child)
+fill_in_children(_reserved)
 _rooms: dict[int, weakref.WeakMethod[Callable[[int], bool]]] = {}  # by slot
 _interrupts = threading.local()  # .noted: the exception of a signal handler in ``_make_room``
 

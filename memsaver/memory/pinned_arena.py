@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.ops.layout import joined, round_up
 from memsaver.system.host_memory import available_memory
-from memsaver.system.libc import MAP_FAILED, fill_holes, libc
+from memsaver.system.libc import MAP_FAILED, fill_in_children, libc
 from memsaver.system.limits import limit_remedy
 from memsaver.system.threads import workers
 
@@ -39,15 +39,7 @@ _AT_ONCE = 2  # segments that are obtained in the background: one populated, one
 
 
 _held: dict[int, int] = {}  # bytes by address; empty in a forked child
-
-
-def _fill_in_child() -> None:
-    for address, nbytes in _held.items():
-        fill_holes(address, nbytes)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_fill_in_child)
+fill_in_children(_held)
 
 
 class Pinner(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from functools import cache
 
 MAP_FAILED = ctypes.c_void_p(-1).value
@@ -23,16 +24,29 @@ def libc() -> ctypes.CDLL:
     return library
 
 
-def fill_holes(address: int, nbytes: int) -> None:
-    """Make every access to unmapped pages of a range a segmentation fault, in a forked child.
+def fill_in_children(ranges: dict[int, int]) -> None:
+    """Make every access to the parent's ranges a segmentation fault in forked children.
 
-    The child does not inherit the pages. If its own next mappings fell into the holes, old pointers
+    A child does not inherit the pages. If its own next mappings fell into the holes, old pointers
     would read them as the parent's data.
+
+    Args:
+        ranges: Bytes by address, at the time of the fork; a child empties it.
     """
+
+    def fill() -> None:
+        for address, nbytes in ranges.items():
+            _fill_holes(address, nbytes)
+        ranges.clear()
+
+    os.register_at_fork(after_in_child=fill)
+
+
+def _fill_holes(address: int, nbytes: int) -> None:
     if libc().mmap(address, nbytes, 0, NO_MEMORY | _NOREPLACE, -1, 0) != MAP_FAILED:
         return
     # The advice fails only where a page is unmapped.
     if libc().madvise(address, nbytes, _NORMAL) and nbytes > mmap.PAGESIZE:
         half = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-        fill_holes(address, half)
-        fill_holes(address + half, nbytes - half)
+        _fill_holes(address, half)
+        _fill_holes(address + half, nbytes - half)

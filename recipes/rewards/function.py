@@ -83,17 +83,15 @@ class RewardFunction:
             if item.default is item.empty
             and item.kind not in (item.VAR_KEYWORD, item.VAR_POSITIONAL)
         ]
-        self._arguments = dict(zip(ARGUMENTS, ARGUMENTS, strict=True))
-        self.kind: Kind = "together" if _is_async(self._function) else "each"
-        if "completions" in parameters:
-            self.kind = "groups"
-            self._arguments |= BATCHED
+        self._async, batched = _is_async(self._function), "completions" in parameters
+        self.kind: Kind = "groups" if batched else "together" if self._async else "each"
+        self._arguments = [BATCHED.get(name, name) if batched else name for name in ARGUMENTS]
         self.judges = self._scores_task or bool(self._names & {"answer", group.answer_column})
 
     @property
     def seconds(self) -> float:
         """Return the seconds that a call may take, with the time to clean up."""
-        return self._timeout + (self._clean_up if _is_async(self._function) else 0.0)
+        return self._timeout + (self._clean_up if self._async else 0.0)
 
     @property
     def _clean_up(self) -> float:
@@ -164,7 +162,7 @@ class RewardFunction:
         if self._group.answer_column is None:
             expected = columns.get("answer", expected)
         own = answer.prompt, answer.text, answer.token_ids, expected, answer.ended
-        keywords = dict(zip(self._arguments.values(), (*own, answer.rendered_prompt), strict=True))
+        keywords = dict(zip(self._arguments, (*own, answer.rendered_prompt), strict=True))
         for name in dict.fromkeys((*self._group.columns, *columns)):
             keywords[PREFIX + name if name in keywords else name] = columns.get(name)
         return keywords

@@ -223,9 +223,9 @@ def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
 def encoded_tasks(
     recipe: Recipe, tasks: Tasks, tokenizer: Any, started: datetime
 ) -> tuple[Tasks, PromptFormat]:
-    """Return the sets with token ids, and the format of their prompts.
+    """Encode the prompts of all sets; return the sets and the format of the prompts.
 
-    A prompt is its token ids: an evaluated one is not trained on, whatever its row's spelling.
+    A prompt is its token ids: training leaves out evaluated prompts, also in another spelling.
     Prompts beyond `task.max_prompt_tokens` are left out.
 
     Raises:

@@ -19,6 +19,8 @@ Build = Callable[[ProblemSection], Task]
 """A function at the top of a module, which workers call again."""
 TRIALS = 16
 """Expected answers of each set that are scored before a run."""
+OURS = ", ours"
+"""Ends the name of a set with the functions of ours alone, in the trial."""
 FORMS = {"boxed": r"\boxed{{{}}}", "tag": "<answer>{}</answer>"}
 """How a right answer looks, by `task.extract`."""
 
@@ -129,15 +131,15 @@ def try_rewards(tasks: Tasks, section: TaskSection) -> None:
     """
     sets, answers = dict[str, RewardSet](), list[Answer]()
     for task in tasks.all:
-        sets |= {task.name: rewards_of(task), f"{task.name}, ours": _ours(rewards_of(task))}
+        sets |= {task.name: rewards_of(task), task.name + OURS: _ours(rewards_of(task))}
         answers.append(_right(task, task.problems()[0]))
-        if sets[f"{task.name}, ours"].functions:
+        if sets[task.name + OURS].functions:
             several = [_right(task, problem) for problem in task.problems()[:TRIALS]]
-            answers += [replace(answer, set=f"{task.name}, ours") for answer in several]
+            answers += [replace(answer, set=task.name + OURS) for answer in several]
     with _open(sets, section, most_workers=1, note=_say) as rewards:
         scored = rewards.check(answers)
     for task in tasks.all:
-        _tell_wrong(task, [item for item in scored if item.answer.set == f"{task.name}, ours"])
+        _tell_wrong(task, [item for item in scored if item.answer.set == task.name + OURS])
         _tell_taken(task, rewards_of(task))
 
 
