@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from recipes.logs.trackers import (
 )
 from recipes.run import continue_run, start_run
 from tests.helpers.peers import Peer
+from tests.helpers.ports import free_port
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.run_folders import eval_row, train_row
 from tests.helpers.recipes.tiny_runs import SMALL, rows, without_pictures
@@ -412,8 +412,7 @@ def test_libraries_with_the_interface_of_wandb_continue_their_run(
 def test_prometheus_serves_the_newest_figures_of_a_run(tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     page = f"http://localhost:{port}/metrics"
     with Trackers([f"prometheus:{port}"]) as trackers:
         trackers.start(tmp_path, {})

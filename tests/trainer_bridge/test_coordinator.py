@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
+from tests.helpers.ports import free_port
 from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
 from trainer_bridge.coordinator import actor_arguments
@@ -227,8 +228,7 @@ def test_empty_address_of_the_environment_starts_an_own_cluster(
 
 
 def test_address_without_a_cluster_is_refused_immediately(cluster: FakeRay) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(
         ValueError,
         match=rf"^no Ray cluster answers at {address} \(.*refused\); start one .* or set",

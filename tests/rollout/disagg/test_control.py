@@ -18,6 +18,7 @@ import pytest
 from rollout.disagg import control
 from rollout.disagg.control import Closed, Hello, Message, RankPeers, Refused
 from tests.helpers.memsaver.savers import at_once
+from tests.helpers.ports import free_port
 from tests.helpers.rollout.split_peer import Far
 
 KEY = b"the ranks' secret"
@@ -29,8 +30,7 @@ REFUSED = Refused(number=0, reason="too long")
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "ipc":
         return f"ipc://{tmp_path}/line"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def listen(

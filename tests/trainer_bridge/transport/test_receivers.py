@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from memsaver.system.devices import device_key
 from rollout.process_group import RankAddress, join_apart, leave, open_store
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.sync_ranks import SMALL, holds, low_rank, sources
 from tests.helpers.trainer_bridge.targets import PageTarget
@@ -126,14 +127,12 @@ def test_receivers_of_a_dead_trainer_serve_nothing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- groups of their own
 
 
-def in_a_group_apart(rank: int, port: int) -> list[Any]:
-    """Sync in two groups one after the other, neither of which is the default group."""
+def in_a_group_apart(rank: int, *ports: int) -> list[Any]:
+    """Sync in one group after the other, none of which is the default group."""
     seen = []
-    for round_ in range(2):
-        store = open_store("127.0.0.1", (port + round_, port + round_)) if rank == 0 else None
-        address = RankAddress(
-            host="127.0.0.1", port=port + round_, rank=rank, size=WORLD, seconds=30.0
-        )
+    for port in ports:
+        store = open_store("127.0.0.1", (port, port)) if rank == 0 else None
+        address = RankAddress(host="127.0.0.1", port=port, rank=rank, size=WORLD, seconds=30.0)
         dist.barrier()
         group = join_apart(address, torch.device("cpu"), store)
         _, target, synced = connected(rank, group)
@@ -143,9 +142,8 @@ def in_a_group_apart(rank: int, port: int) -> list[Any]:
 
 
 def test_ranks_of_other_default_groups_meet_in_a_group_apart(tmp_path: Path) -> None:
-    store = open_store("127.0.0.1")
-    port = store.port + 1
-    outcomes = results(start_ranks(in_a_group_apart, WORLD, tmp_path / "store", port))
+    ports = free_port(), free_port()
+    outcomes = results(start_ranks(in_a_group_apart, WORLD, tmp_path / "store", *ports))
     assert outcomes == [outcomes[0]] * WORLD
     (digests, right), again, interface = outcomes[0]
     assert right and len(set(digests)) == 1 and again == (digests, right)
@@ -212,6 +210,6 @@ def between_gpus(rank: int, port: int) -> tuple[Any, int, bool]:
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 def test_receiver_on_another_gpu_gets_all_bytes_by_nccl(tmp_path: Path) -> None:
-    port = open_store("127.0.0.1").port + 1
-    sender, receiver = results(start_ranks(between_gpus, 2, tmp_path / "store", port))
+    ranks = start_ranks(between_gpus, 2, tmp_path / "store", free_port())
+    sender, receiver = results(ranks)
     assert sender == receiver and receiver[2] and receiver[1] > 0
