@@ -195,6 +195,8 @@ class EngineConfig:
             they differ; where Triton's bits depend on the batch, too, True refuses and "warn"
             warns. More than two ranks add their partial sums in the order of the ranks.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
+        sample_all_ids: Sample any row of the output layer. By default, ids beyond those of the
+            tokenizer, which have no text, are never sampled.
         seed: Seed from which requests without a seed receive theirs, in the order of requests.
         tensor_parallel_size: Number of ranks that share the model. Each has an engine with this
             configuration and `Engine(..., group=)`. Excludes double sparsity and FP4.
@@ -221,6 +223,7 @@ class EngineConfig:
     fp32_router: bool = False
     exact: bool | Literal["warn"] = False
     tiers: KVTiers | None = None
+    sample_all_ids: bool = False
     seed: int = 0
     tensor_parallel_size: int = 1
     expert_parallel: int = 1

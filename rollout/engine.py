@@ -93,6 +93,8 @@ class Engine(EngineBase):
         _check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
+        if config.sample_all_ids:
+            model = replace(model, tokenizer_ids=None)
         self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=bool(config.exact))
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model

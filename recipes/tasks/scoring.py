@@ -175,7 +175,11 @@ def _tell_wrong(task: Task, scored: Sequence[Scored]) -> None:
 
 def _tell_taken(task: Task, group: RewardSet) -> None:
     """Name the columns that have the name of an argument."""
-    arguments = {*ARGUMENTS, *BATCHED.values()} - {"prompt", group.answer_column or "answer"}
+    first = task.problems()[0]
+    own = {group.answer_column or "answer"}
+    if first.columns.get("prompt") in (first.prompt, [*first.turns]):
+        own.add("prompt")
+    arguments = {*ARGUMENTS, *BATCHED.values()} - own
     for name in group.columns:
         if name in arguments:
             rule = f"reward functions with an argument {name} get the column as {PREFIX}{name}"

@@ -16,7 +16,7 @@ from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
 from rollout.model.hub import resolve_model
 from rollout.model.loading import longest_context
-from rollout.model.model_folder import load_hf_config, stop_token_ids
+from rollout.model.model_folder import load_hf_config, token_ids
 from rollout.protocols import ShardedEngine
 from rollout.requests import Completion, SamplingParams
 
@@ -56,7 +56,7 @@ class SglangRollout(Generating, ShardedEngine):
             ValueError: Names the first parameter that is not a plain copy of the checkpoint.
         """
         self.engine = engine
-        self._stops = stop_token_ids(path)
+        self._stops = token_ids(path).ends
         self.kv_tokens, self._longest = engine.call("build", str(path), loaded)
 
     @classmethod

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rollout.hosted.base import Answers, Generating, HostedRollout, OnStep, Prompts, Request
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model.hub import resolve_model
-from rollout.model.model_folder import stop_token_ids
+from rollout.model.model_folder import token_ids
 from rollout.parallel import TensorParallel
 from rollout.requests import Completion, SamplingParams
 
@@ -41,7 +41,7 @@ class VllmRollout(HostedRollout, Generating):
         """
         super().__init__(engine, path)
         self.engine = engine
-        self._stops = stop_token_ids(path)
+        self._stops = token_ids(path).ends
         self._seeds = random.Random(seed)
 
     @classmethod

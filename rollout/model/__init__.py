@@ -20,7 +20,7 @@ from rollout.model.model_folder import (
     open_checkpoint,
     open_tensors,
     read_json,
-    stop_token_ids,
+    token_ids,
 )
 from rollout.ops.experts import Routing
 from rollout.weights.params import Stored, spellings
@@ -42,7 +42,7 @@ __all__ = [
     "read_json",
     "resolve_model",
     "spellings",
-    "stop_token_ids",
     "stored_buffers",
+    "token_ids",
     "whole_manifest",
 ]

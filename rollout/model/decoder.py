@@ -242,6 +242,12 @@ class ModelConfig:
     stop_token_ids: frozenset[int]
     hf_config: Any = field(repr=False, compare=False)  # Hugging Face config, for `kvcache.layout`
     zero_centred_norms: bool = False  # RMSNorms multiply by 1 + weight
+    tokenizer_ids: int | None = None  # ids from this one on have no text; None: unknown
+
+    @property
+    def choices(self) -> int:
+        """Return the number of tokens that are sampled, the first of the vocabulary."""
+        return min(self.vocab_size, self.tokenizer_ids or self.vocab_size)
 
     @property
     def num_layers(self) -> int:

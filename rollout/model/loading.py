@@ -29,7 +29,7 @@ from rollout.model.model_folder import (
     load_hf_config,
     open_tensors,
     read_json,
-    stop_token_ids,
+    token_ids,
 )
 from rollout.ops.experts import Routing
 from rollout.weights.pages import shorten
@@ -61,6 +61,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     observed = _observed(config, str(directory))
     _refuse_architectures([type(observed.model).__name__], directory)  # chosen by model_type
     shapes = _shapes(observed.model) | stored_shapes(observed.model)
+    ids = token_ids(directory)
     model = ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -70,7 +71,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         mixers=_mixers(observed, shapes),
         mlps=_mlps(config, shapes),
         zero_centred_norms=config.model_type == "qwen3_next",
-        stop_token_ids=stop_token_ids(directory),
+        stop_token_ids=ids.ends,
+        tokenizer_ids=ids.size,
         hf_config=config,
     )
     _check_parameters(model, shapes, str(directory))

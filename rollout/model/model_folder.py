@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, equal
 
@@ -205,13 +205,24 @@ def _unused(directory: Path, names: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name in predicting or _UNUSED.search(name)]
 
 
-@cached_by_content
-def stop_token_ids(directory: Path) -> frozenset[int]:
-    """Return the tokens that end an answer of the model.
+class TokenIds(NamedTuple):
+    """Special ids of a model directory.
 
-    These are the end tokens of generation_config.json, else of config.json, and the end token of
-    transformers' tokenizer: a fine-tuned model often ends its turns with a token that only its
-    tokenizer names.
+    Attributes:
+        ends: Tokens that end an answer: the end tokens of generation_config.json, else of
+            config.json, and the end token of transformers' tokenizer. A fine-tuned model often ends
+            its turns with a token that only its tokenizer names.
+        size: Ids from this one on are no tokens: the rows of an output layer are often padded.
+            None: the directory has no tokenizer.
+    """
+
+    ends: frozenset[int]
+    size: int | None
+
+
+@cached_by_content
+def token_ids(directory: Path) -> TokenIds:
+    """Read the special ids of a model directory.
 
     Raises:
         ValueError: A JSON file is damaged; names it.
@@ -222,12 +233,15 @@ def stop_token_ids(directory: Path) -> frozenset[int]:
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token, int) for token in listed):
         raise ValueError(f"{directory}: eos_token_id={ids!r} must be token ids; correct it")
-    end = _tokenizer_end(directory)
-    return frozenset(listed if end is None else [*listed, end])
+    if (tokenizer := _tokenizer(directory)) is None:
+        return TokenIds(frozenset(listed), None)
+    end, largest = tokenizer.eos_token_id, max(tokenizer.get_vocab().values(), default=-1)
+    ends = frozenset(listed if end is None else [*listed, end])
+    return TokenIds(ends, max([largest, *ends]) + 1)
 
 
-def _tokenizer_end(directory: Path) -> int | None:
-    """Return the end token of transformers' tokenizer; None without one, or without tokenizer."""
+def _tokenizer(directory: Path) -> Any:
+    """Return transformers' tokenizer, None without one."""
     if not any(any(directory.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -235,7 +249,7 @@ def _tokenizer_end(directory: Path) -> int | None:
     for stem in _TOKENIZER_JSON[:-1]:
         _read_optional(directory / f"{stem}.json")
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True).eos_token_id
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # a wrong file raises many types
         _read_optional(directory / "tokenizer.json")  # large, so it is read for the message only
         why = " ".join(str(error).split())

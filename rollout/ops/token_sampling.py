@@ -93,43 +93,48 @@ def uniform(counters: Tensor) -> Tensor:
     return bits.double() * 2.0**-_UNIFORM_BITS
 
 
-def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, batch: SamplingBatch, impl: Impl = "auto", *, choices: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample a token from each row of logits [R, vocab].
 
-    The log-probability is log_softmax(logits / temperature)[token], before top-k and top-p, with
-    temperature 1 for greedy rows; `log_softmax` defines its bits. Logits are fp32, bf16 or fp16 and
-    converted to fp32 first. Elements of a row are contiguous; the row stride is arbitrary.
+    The log-probability is log_softmax(logits / temperature)[token] over the whole row, before top-k
+    and top-p, with temperature 1 for greedy rows; `log_softmax` defines its bits. Logits are fp32,
+    bf16 or fp16 and converted to fp32 first. Elements of a row are contiguous; the row stride is
+    arbitrary. Only the first `choices` tokens are sampled; None: all.
 
     Returns:
         Tokens int64 [R] and their log-probabilities fp32 [R], on the device.
     """
     sampler = _sample_triton if use_triton(impl, logits.device) else _sample_torch
-    return sampler(logits, batch)
+    return sampler(logits, batch, choices or logits.shape[1])
 
 
-def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    tokens, z = _choose_torch(logits.float(), batch)
+def _sample_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
+    tokens, z = _choose_torch(logits.float(), batch, choices)
     _, peaks, masses = block_sums(z)
     chosen = z.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, log_prob(chosen, *row_sums(peaks, masses))
 
 
-def _choose_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+def _choose_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
     """Return a token of each row of fp32 logits, int64 [R], and logits / temperature."""
     z = logits / batch.temperature
-    tokens = logits.argmax(dim=-1)
+    tokens = logits[:, :choices].argmax(dim=-1)
     if batch.any_random:
-        tokens = torch.where(batch.greedy, tokens, _draw(torch.log_softmax(z, dim=-1), batch))
+        drawn = _draw(torch.log_softmax(z[:, :choices], dim=-1), batch)
+        tokens = torch.where(batch.greedy, tokens, drawn)
     return tokens, z
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` most likely tokens of each row, in order, and their log-probabilities.
+def likeliest(logits: Tensor, count: int, choices: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` most likely of the first `choices` tokens of each row, best first.
 
-    Both are [R, count], int64 and fp32.
+    Tokens and their log-probabilities over the whole row are [R, count], int64 and fp32.
     """
-    logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
-    return tokens, logprobs
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, tokens = logprobs[:, :choices].topk(count, dim=-1)
+    return tokens, values
 
 
 def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
@@ -164,10 +169,10 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(probs).scatter_(1, order, ordered)
 
 
-def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
     """Sample by kernels, and choose the tokens of filtered rows by torch.
 
-    The kernels also choose for filtered rows, to keep the grid the same. Tokens are below `vocab`
+    The kernels also choose for filtered rows, to keep the grid the same. Tokens are below `choices`
     even for a row with NaN; in all other rows their probability is positive.
     """
     rows, vocab = logits.shape
@@ -186,12 +191,12 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor
         )  # fmt: skip
         _choose[(rows,)](
             logits, temperature, greedy, counters, peaks, masses, tokens, logprobs,
-            logits.stride(0), vocab, blocks, COUNTERS=counters.shape[1],
+            logits.stride(0), vocab, choices, blocks, COUNTERS=counters.shape[1],
             BLOCK=BLOCK, BLOCKS=power, num_warps=ROW_WARPS,
         )  # fmt: skip
         if filtered is not None:
             own = batch.only_filtered(filtered)
-            tokens[filtered] = _choose_torch(logits[filtered].float(), own)[0]
+            tokens[filtered] = _choose_torch(logits[filtered].float(), own, choices)[0]
             _score[(len(filtered),)](
                 logits, temperature, peaks, masses, filtered, tokens, logprobs, logits.stride(0),
                 vocab, blocks, BLOCKS=power, num_warps=ROW_WARPS,
@@ -284,10 +289,10 @@ def _reduce_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["peaks", "masses"])
 def _choose(  # type: ignore[no-untyped-def]
-    logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, stride, vocab, blocks,
-    COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, stride, vocab, choices,
+    blocks, COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token of each row. Programs: (row).
+    """Choose one of the first `choices` tokens of each row. Programs: (row).
 
     A greedy row takes the first maximum, other rows the first token with cumulative mass > u *
     total. A parallel scan may not be monotonic in its last bit, hence the test for positive mass
@@ -295,23 +300,35 @@ def _choose(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0).to(tl.int64)
     is_greedy = tl.load(greedy + row) != 0
+    source, heat = logits + row * stride, tl.load(temperature + row)
     block = tl.arange(0, BLOCKS)
     block_peak, mass, peak, total = row_sum(peaks, masses, row, blocks, BLOCKS)
-    target = uniform_at(counters + row * COUNTERS, COUNTERS) * total
-    hit = tl.where(is_greedy, block_peak == peak, (tl.cumsum(mass, 0) > target) & (mass > 0))
+    own_peak, own_total = peak, total  # of the tokens to choose from
+    if choices < vocab:
+        last = (choices - 1) // BLOCK
+        _, last_peak, _, last_mass = block_sum(source, heat, last, choices, BLOCK)
+        block_peak = tl.where(block < last, block_peak, float("-inf"))
+        block_peak = tl.where(block == last, last_peak, block_peak)
+        mass = tl.load(masses + row * blocks + block, mask=block < last, other=0.0)
+        mass = tl.where(block == last, last_mass, mass)
+        own_peak = tl.max(block_peak, 0)
+        mass = (mass * exp_under(block_peak, own_peak)).to(tl.float64)
+        own_total = tl.sum(mass, 0)
+    target = uniform_at(counters + row * COUNTERS, COUNTERS) * own_total
+    hit = tl.where(is_greedy, block_peak == own_peak, (tl.cumsum(mass, 0) > target) & (mass > 0))
     chosen = tl.min(tl.where(hit, block, BLOCKS), 0)
     chosen = tl.where(chosen < blocks, chosen, tl.max(tl.where(mass > 0, block, 0), 0))
     before = tl.sum(tl.where(block < chosen, mass, 0.0), 0)
     share = (target - before) / tl.sum(tl.where(block == chosen, mass, 0.0), 0)
 
     at = chosen * BLOCK + tl.arange(0, BLOCK)
-    z = scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
+    z = scaled(source, heat, at, choices)
     weight = exp_under(z, tl.max(z, 0)).to(tl.float64)
     hit = tl.where(
-        is_greedy, z == peak, (tl.cumsum(weight, 0) > share * tl.sum(weight, 0)) & (weight > 0)
+        is_greedy, z == own_peak, (tl.cumsum(weight, 0) > share * tl.sum(weight, 0)) & (weight > 0)
     )
-    token = tl.min(tl.where(hit, at, vocab), 0)
-    token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0, at, chosen * BLOCK), 0))
+    token = tl.min(tl.where(hit, at, choices), 0)
+    token = tl.where(token < choices, token, tl.max(tl.where(weight > 0, at, chosen * BLOCK), 0))
     logit = tl.sum(tl.where(at == token, z, 0.0), 0)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, log_prob_of(logit, peak, total).to(tl.float32))

@@ -169,7 +169,8 @@ class ModelRunner:
             counters=[(member.seed, member.index, len(member.output)) for member in samples],
             device=self.device,
         )
-        tokens, logprobs = deliver(*sample(self._chosen(logits, rows), batch))
+        chosen = self._chosen(logits, rows)
+        tokens, logprobs = deliver(*sample(chosen, batch, choices=self.config.choices))
         return tokens.tolist(), logprobs.tolist()
 
     @torch.inference_mode()
@@ -177,7 +178,8 @@ class ModelRunner:
         self, logits: Tensor, rows: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
         """Return the `count` likeliest (token, log-prob) pairs of each of `rows`, best first."""
-        tokens, logprobs = deliver(*likeliest(self._chosen(logits, rows), count))
+        best = likeliest(self._chosen(logits, rows), count, self.config.choices)
+        tokens, logprobs = deliver(*best)
         chosen = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in chosen]
 

@@ -431,7 +431,7 @@ class Intake:
                 f"lower max_tokens or raise max_context_len"
             )
         if params.beam_width > 1:
-            check_vocabulary(name, params, len(self._stop_ids(params)), self._model.vocab_size)
+            check_vocabulary(name, params, len(self._stop_ids(params)), self._model.choices)
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         size = self._model.vocab_size

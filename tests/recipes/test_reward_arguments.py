@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,20 @@ def test_trial_says_how_many_expected_answers_no_model_would_give(
     try_rewards(make_tasks(section), section)
     said = capsys.readouterr().err
     assert said.count("\n") == bool(line) and line in said
+
+
+@pytest.mark.parametrize("column", ["prompt", "question"])
+def test_trial_names_the_columns_that_have_the_name_of_an_argument(
+    column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "a", "question": "b", "answer": "7", "ended": True}
+    rows = [{**row, column: f"q{n}"} for n in range(30)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    section = TaskSection(name="file", data=str(file), prompt_column=column)
+    try_rewards(make_tasks(section), section)
+    said = re.findall("get the column as (.*)", capsys.readouterr().err)
+    assert said == ["column_prompt"] * (column == "question") + ["column_ended"]
 
 
 def test_trial_refuses_expected_answers_without_the_number_that_is_compared(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from memsaver import StateError
 from rollout import Engine, SamplingParams
 from rollout.model.loading import load_model_config
-from rollout.model.model_folder import open_tensors, stop_token_ids
+from rollout.model.model_folder import open_tensors, token_ids
 from tests.helpers.models import DEEPSEEK_MOE, MLA, greedy, save_tiny
 from tests.helpers.rollout.folders import edit_config
 
@@ -169,10 +170,25 @@ FORMS: list[tuple[dict[str, Any] | None, dict[str, Any] | None]] = [
 def test_end_token_is_that_of_transformers_tokenizer(tmp_path: Path, form: Any) -> None:
     save_tiny(tmp_path)
     edit_config(tmp_path, eos_token_id=7)
-    assert stop_token_ids(tmp_path) == {7}
+    assert token_ids(tmp_path).ends == {7}
     save_tokenizer(tmp_path, *form)
     end = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     assert load_model_config(tmp_path).stop_token_ids == {7} | ({end} - {None})
+
+
+def test_ids_beyond_the_tokenizer_are_sampled_only_if_asked(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    save_tokenizer(tmp_path, FAST | {"eos_token": "<end>"}, None)
+    hot = [
+        SamplingParams(max_tokens=8, n=16, temperature=5.0, seed=1),
+        SamplingParams(max_tokens=8, temperature=0),
+        SamplingParams(max_tokens=8, beam_width=2),
+    ]
+    for asked in (False, True):
+        engine = Engine.from_pretrained(tmp_path, sample_all_ids=asked)
+        answers = chain.from_iterable(engine.generate([[1, 2]] * len(hot), hot))
+        beyond = [any(token > 5 for token in answer.token_ids) for answer in answers]
+        assert all(beyond) if asked else not any(beyond)
 
 
 def test_unreadable_tokenizer_is_reported_and_ends_no_answer(
@@ -180,7 +196,7 @@ def test_unreadable_tokenizer_is_reported_and_ends_no_answer(
 ) -> None:
     save_tiny(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Unknown"}))
-    assert stop_token_ids(tmp_path) == set()
+    assert token_ids(tmp_path).ends == set()
     assert "the tokenizer cannot be read" in caplog.text
 
 

@@ -208,3 +208,24 @@ def test_rows_with_nan_or_infinity_stay_in_vocabulary_and_do_not_change_other_ro
     expected, expected_logprobs = sample(clean, made, impl)  # type: ignore[arg-type]
     assert torch.equal(tokens[6:], expected[6:])
     assert torch.equal(logprobs[6:], expected_logprobs[6:])
+
+
+@pytest.mark.parametrize("choices", some(2048, 2049, whole=[1, 199, 4097, 4999]))
+def test_only_the_first_choices_are_sampled_with_log_probs_over_all(
+    choices: int, impl: str, device: str
+) -> None:
+    x = logits(12, 5000).to(device)
+    x[4:, choices:] += 30.0
+    x[8:, choices:] += 300.0  # masses of the choices round to 0 beside theirs
+    made = plain([0.0, 0.3, 1.0, 3.0] * 3, device)
+    tokens, logprobs = sample(x, made, impl, choices=choices)  # type: ignore[arg-type]
+    few = x[:, :choices]
+    assert torch.equal(tokens[::4], few[::4].argmax(-1))
+    assert_drawn_by_the_inverse_cdf(few, made, tokens)
+    z = (x / made.temperature).double()
+    exact = torch.log_softmax(z, -1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=1e-6)
+    filtered = batch([(1.0, 5, 0.9, (1, i, 0)) for i in range(12)], device)
+    drawn, _ = sample(x, filtered, impl, choices=choices)  # type: ignore[arg-type]
+    ranked = few.gather(1, drawn[:, None]) <= few
+    assert (drawn < choices).all() and (ranked.sum(1) <= 5).all()

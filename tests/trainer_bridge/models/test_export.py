@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams
-from rollout.model import stop_token_ids
+from rollout.model import token_ids
 from tests.helpers.case_selection import some
 from tests.helpers.exports import contents, stored_tensors
 from tests.helpers.models import DEEPSEEK_MOE, MLA, greedy
@@ -435,7 +435,7 @@ def test_export_has_the_end_tokens_and_the_template_of_the_run(
     (path / "chat_template.jinja").write_text("{{ 'own' }}")
     make_trainer(str(path)).save_pretrained(str(out), chat_template=template)
     ends = GenerationConfig.from_pretrained(str(out)).eos_token_id
-    assert {*ends} == stop_token_ids(path) == stop_token_ids(out) > {7}
+    assert {*ends} == token_ids(path).ends == token_ids(out).ends > {7}
     kept = json.loads((out / "tokenizer_config.json").read_text())
     jinja = out / "chat_template.jinja"
     if template is None:

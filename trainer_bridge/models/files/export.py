@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsaver.system.files import replace_text, sync
-from rollout.model import Stored, read_json, spellings, stop_token_ids, stored_buffers
+from rollout.model import Stored, read_json, spellings, stored_buffers, token_ids
 from trainer_bridge.config import LoraConfig, TrainerConfig
 from trainer_bridge.errors import OtherWeights, listed, misfits
 from trainer_bridge.models.adapters.lora import (
@@ -270,7 +270,7 @@ def _generation_file(source: Path) -> dict[str, str | None]:
         settings = read_json(file)
     ends = settings.get("eos_token_id")
     listed = [ends] if isinstance(ends, int) else ends or []
-    if not (missing := stop_token_ids(source).difference(listed)):
+    if not (missing := token_ids(source).ends.difference(listed)):
         return {}
     settings["eos_token_id"] = [*listed, *sorted(missing)]
     return {file.name: _json(settings)}
