@@ -31,7 +31,7 @@ def open_pair(
     if mismatch_dir is not None:
         config = dataclasses.replace(config, mismatch_dir=str(mismatch_dir))
     arguments = engine_arguments(setup)
-    cluster, alias = setup.recipe.cluster, setup.recipe.cycle.alias == "always"
+    cluster, alias = setup.recipe.cluster, setup.decisions.alias
     if setup.recipe.driver == "inprocess":
         return open_inprocess(config, arguments, alias=alias, stage=stage)
     # Start the cluster of one machine here; a larger one must be running.
@@ -46,26 +46,28 @@ def open_pair(
     return open_ray(config, arguments, **places)
 
 
-def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the keyword arguments of `Cycle` for a recipe whose switch is decided."""
+def cycle_arguments(setup: Setup) -> dict[str, Any]:
+    """Return the keyword arguments of `Cycle`."""
+    recipe, decisions = setup.recipe, setup.decisions
     apart = [] if recipe.cluster.colocate else ENGINE_TAGS  # these engines never sleep
     return {
         "sleep_level": recipe.engine.sleep_level,
-        "resident": {*recipe.cycle.resident, *apart},
-        "overlap": recipe.cycle.overlap,
-        "alias": recipe.cycle.alias == "always",
-        "hand_over": recipe.cycle.hand_over == "always",
+        "resident": {*decisions.resident, *apart},
+        "overlap": decisions.overlap,
+        "alias": decisions.alias,
+        "hand_over": decisions.hand_over,
         "critic": recipe.algorithm == "ppo",
         "reference": "reference" not in recipe.absent_tags(),
     }
 
 
-def leaving_tags(recipe: Recipe) -> tuple[str, ...]:
-    """Return the trainer's tags that leave the device; none if `cycle.resident` is undecided."""
-    if recipe.cycle.resident == "auto":
+def leaving_tags(setup: Setup) -> tuple[str, ...]:
+    """Return the trainer's tags that leave the device; none while that is undecided."""
+    decisions = setup.decisions
+    if "resident" in decisions.open:
         return ()
-    stays = {*recipe.cycle.resident, *(["params"] if recipe.cycle.alias == "always" else [])}
-    return tuple(tag for tag in SAVED if tag not in stays | recipe.absent_tags().keys())
+    stays = {*decisions.resident, *(["params"] if decisions.alias else [])}
+    return tuple(tag for tag in SAVED if tag not in stays | setup.recipe.absent_tags().keys())
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
@@ -73,8 +75,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     recipe = setup.recipe
     section = dataclasses.asdict(recipe.trainer)
     betas = (section.pop("beta1"), section.pop("beta2"))
-    section["keep_unsharded"] = recipe.trainer.keep_unsharded is True
-    section["micro_batch_size"] = recipe.micro_batch_size
+    section["keep_unsharded"] = setup.decisions.keep_unsharded
+    section["micro_batch_size"] = setup.decisions.micro_batch_size
     for key in ("schedule", "warmup_steps", "final_rate"):
         del section[key]  # The loop turns them into a schedule of updates.
     return TrainerConfig(
@@ -85,12 +87,12 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         random_init=recipe.model.random_init,
         param_dtype=recipe.model.dtype,
         fp32_router=recipe.model.fp32_router,
-        exact=recipe.exact_mode,
+        exact=setup.decisions.exact,
         exact_ranks=recipe.engine.tensor_parallel_size,
         exact_expert_parallel=recipe.engine.expert_parallel,
         seed=recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
-        leaving=leaving_tags(recipe),
+        leaving=leaving_tags(setup),
         loss=policy_loss(recipe),
         reference=recipe.loss.kl_coef > 0,
         **LOOPS[recipe.algorithm].trainer_fields(recipe),
@@ -129,7 +131,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return options | {
         "return_routed_experts": recipe.loop.router_replay,
         "fp32_router": recipe.model.fp32_router,
-        "exact": recipe.exact_mode,
-        "elastic": recipe.cycle.overlap != [],
+        "exact": setup.decisions.exact,
+        "elastic": bool(setup.decisions.overlap),
         "tiers": tiers,
     }

@@ -4,25 +4,25 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
+from recipes.config.decisions import Decisions
 from recipes.config.load import find_recipe, load, load_saved
-from recipes.config.recipe import Recipe, batching, keeping, switching
+from recipes.config.recipe import Recipe
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.logs.delivery import Trackers
 from recipes.logs.monitor import Monitor, ProgressView, View
 from recipes.logs.run_folder import RunFolder, at_work, check_holds_run, new_folder
 from recipes.loops import corrections
 from recipes.loops.evaluation import check_best, standing
-from recipes.planner.command import plan_apart, unplanned
-from recipes.planner.memory_plan import Switch
+from recipes.planner.decide import decide
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.scoring import open_rewards
-from rollout.tag_names import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup
@@ -58,7 +58,7 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
         setup = prepare(recipe, path.absolute())  # Actors may have another working directory.
         check_best(setup)
         trackers.start(path.absolute(), dataclasses.asdict(recipe))
-        _drive(setup, recipe, RunFolder.create(path, recipe), trackers, resume=False)
+        _drive(setup, RunFolder.create(path, recipe), trackers, resume=False)
     return path
 
 
@@ -96,7 +96,7 @@ def continue_run(
                 raise RecipeError(f"{option}: {ended}")
             # Chat templates that write a date keep that of the run's start.
             started = datetime.fromisoformat(values["started"]) if "started" in values else None
-            setup = _as_before(prepare(recipe, run_dir.absolute(), started), values)
+            setup = prepare(recipe, run_dir.absolute(), started, Decisions.lasting(values))
             check_best(setup)
             if difference := setup.other_prompts(values.get("prompts", {})):
                 rule = "than the run began with; restore them, or start a new run"
@@ -108,7 +108,7 @@ def continue_run(
         if recipe.trainer.schedule != "constant" and before != recipe.steps:
             note = f"; steps was {before}: without a jump, the fall of the learning rate now ends "
             note += f"after step {recipe.steps}"
-        _drive(setup, recipe, folder, trackers, resume=True, note=note)
+        _drive(setup, folder, trackers, resume=True, note=note)
     return run_dir
 
 
@@ -158,7 +158,6 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
 
 def _drive(
     setup: Setup,
-    recipe: Recipe,
     folder: RunFolder,
     trackers: Trackers,
     resume: bool,
@@ -166,13 +165,13 @@ def _drive(
 ) -> None:
     """Run a prepared recipe; restart it from the last checkpoint when a worker is lost.
 
-    `recipe` is the user's recipe; that of `setup` has more keys decided. `note` ends the first line
-    of the view.
+    `note` ends the first line of the view.
     """
+    recipe = setup.recipe
     allowed = recipe.checkpoint.max_restarts
     opening = f"{folder.path}: {recipe.driver}, {setup.device}, {recipe.steps} steps"
     opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
-    opening += corrections.summary(recipe) + _exactness(setup) + note
+    opening += corrections.summary(recipe) + note
     restarts = 0
     while True:
         try:
@@ -183,36 +182,12 @@ def _drive(
                 raise LostWorker(lost.stage, lost.cause, folder.how_to_continue()) from lost
             restarts += 1
             folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
-            setup = _as_before(setup, folder.checkpoint_values()) if resume else setup
+            if resume:
+                kept = Decisions.lasting(folder.checkpoint_values())
+                setup = replace(setup, decisions=setup.decisions.taking(kept))
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
-
-
-def _as_before(setup: Setup, values: dict[str, Any]) -> Setup:
-    """Return the setup of a resumed run with keys decided as in its checkpoint's `values`.
-
-    They are `exact`, `trainer.micro_batch_size` and `trainer.keep_unsharded`, on which the bits of
-    the weights depend.
-    """
-    size = values.get("micro_batch_size", setup.recipe.micro_batch_size)
-    recipe = keeping(batching(setup.recipe, size), values.get("keep_unsharded", False))
-    setup = dataclasses.replace(setup, recipe=recipe)
-    before = values.get("exact", recipe.exact)
-    if recipe.exact == before:
-        return setup
-    why = "" if before else "was off until the checkpoint"
-    return dataclasses.replace(
-        setup, recipe=dataclasses.replace(recipe, exact=before), not_exact=why
-    )
-
-
-def _exactness(setup: Setup) -> str:
-    """Return the words about `exact` at the start of a run; empty if it was not asked for."""
-    if setup.not_exact:
-        return f"; exact: off, because auto {setup.not_exact}"
-    outcome = {True: "a difference ends the run", "warn": "differences are counted", False: ""}
-    return f"; exact: {text}" if (text := outcome[setup.recipe.exact_mode]) else ""
 
 
 def _attempt(
@@ -228,25 +203,26 @@ def _attempt(
             # First, because worker processes start while the two sides are built.
             rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)
             stack.enter_context(contextlib.closing(rewards))
-            hosted = setup.recipe.engine.hosted
-            setup = setup if hosted else _with_switch_decided(setup, folder, monitor)
+            recipe = setup.recipe
+            if not recipe.engine.hosted:
+                setup = _with_decisions(setup, folder, monitor)
             with monitor.stage("build"):
                 pair = open_pair(setup, monitor.stage, monitor.replaced, folder.mismatch_dir)
                 trainer, rollout = stack.enter_context(pair)
             _show_nodes(trainer, rollout, folder, view)
-            if setup.recipe.exact_mode and (found := rollout.product_report()):
+            if setup.decisions.exact and (found := rollout.product_report()):
                 view.note(found)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
             first, drawn = 1, 0
             if resume:
                 with monitor.stage("load_checkpoint"):
-                    _load(folder, trainer, setup.recipe)
+                    _load(folder, trainer, recipe)
                 first, drawn = folder.done + 1, folder.checkpoint_values()["prompts_drawn"]
             # The plan needs the bytes that a hosted engine holds outside of its tags.
-            setup = _with_switch_decided(setup, folder, monitor) if hosted else setup
-            recipe = setup.recipe
-            cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
+            if recipe.engine.hosted:
+                setup = _with_decisions(setup, folder, monitor)
+            cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(setup))
             loop = LOOPS[recipe.algorithm](
                 setup=setup,
                 trainer=trainer,
@@ -254,7 +230,7 @@ def _attempt(
                 cycle=cycle,
                 rewards=rewards,
                 monitor=monitor,
-                save=partial(_save, folder, trainer, recipe, _prompt_state(setup)),
+                save=partial(_save, folder, trainer, recipe, _state(setup)),
                 export=partial(_export, folder, trainer, setup),
                 drawn=drawn,
             )
@@ -283,45 +259,23 @@ def _note_outcome(folder: RunFolder, recipe: Recipe, view: View) -> None:
     view.note(f"{outcome}: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
 
 
-def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
-    """Return the setup with the recipe's switch decided; note the decision in the view."""
+def _with_decisions(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
+    """Return the setup with all decisions made; show their reasons, and what does not fit."""
+    outside = None
     with monitor.stage("plan"):
-        decided = decide_switch(setup, folder, monitor)
-    for line in decided.lines:
+        total = device_bytes(setup.device)
+        if setup.recipe.engine.hosted and setup.decisions.open:
+            outside = monitor.outside()
+            folder.write_json("outside.json", {"bytes": outside})
+        decisions, plan = decide(setup, total, outside)
+    folder.write_json("decisions.json", decisions.as_json())
+    for line in decisions.lines:
         monitor.view.note(line)
-    recipe = switching(setup.recipe, decided.resident, decided.overlap, decided.hand_over)
-    recipe = batching(keeping(recipe, decided.keep_unsharded), decided.micro_batch_size)
-    return dataclasses.replace(setup, recipe=recipe)
-
-
-def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
-    """Decide the keys of the switch, `trainer.keep_unsharded` and `trainer.micro_batch_size`.
-
-    On a GPU, a plan decides keys that are auto. For a hosted engine, the plan takes the bytes
-    outside of its tags as `monitor` measures them, and the trainer already has its micro batch.
-    """
-    total = device_bytes(setup.device)
-    recipe, cycle, auto = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident == "auto"
-    switch = unplanned(recipe)
-    overlap = cycle.overlap == "auto" and not recipe.engine.hosted
-    hand_over = cycle.hand_over == "auto" and not switch.overlap
-    if total is None and auto:
-        stays = recipe.resident_tags()
-        why = "a CPU uses host memory, so moving tags gains nothing"
-        if not recipe.cluster.colocate:
-            why = "no engine shares a device with the trainer (cluster.colocate=false)"
-        line = f"stays: {', '.join(stays)}; {why}"
-        return switch._replace(resident=stays, lines=[line, *switch.lines])
-    keep = recipe.trainer.keep_unsharded == "auto" and recipe.regathers
-    size = recipe.trainer.micro_batch_size == "auto" and not recipe.engine.hosted
-    if total is None or not (auto or overlap or hand_over or keep or size):
-        return switch
-    if not (recipe.engine.hosted and auto):
-        return plan_apart(folder.path, total, recipe, setup.longest_prompt)
-    folder.write_outside(monitor.outside())
-    switch = plan_apart(folder.path, total, recipe, setup.longest_prompt)
-    # The measured bytes include CUDA graphs, so graphs must stay.
-    return switch._replace(resident=[*switch.resident, CUDA_GRAPH]) if switch.resident else switch
+    if plan is not None:
+        folder.write_json("plan.json", plan.as_json())
+        for line in plan.unfit:
+            monitor.view.note(line)
+    return replace(setup, decisions=decisions)
 
 
 def device_bytes(device: str) -> int | None:
@@ -334,18 +288,16 @@ def device_bytes(device: str) -> int | None:
     return total
 
 
-def _prompt_state(setup: Setup) -> dict[str, Any]:
-    """Return what a resume and an export need of the run's prompts."""
+def _state(setup: Setup) -> dict[str, Any]:
+    """Return what a resume and an export need of a run's prompts and decisions."""
     state = {"prompts": setup.prompt_digests(), "started": setup.started.isoformat()}
-    return {**state, "template": setup.template or ""}
+    return {**state, "template": setup.template or "", "decisions": setup.decisions.as_json()}
 
 
 def _save(
     folder: RunFolder, trainer: Any, recipe: Recipe, state: dict[str, Any], step: int, drawn: int
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts_drawn": drawn, **state}
-    extra |= {"exact": recipe.exact_mode, "micro_batch_size": recipe.micro_batch_size}
-    extra["keep_unsharded"] = recipe.trainer.keep_unsharded is True
     folder.save_checkpoint(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )

@@ -217,17 +217,17 @@ BUGS = [
     ),
     Bug(
         "exact=auto does not look at the keys that exclude exact runs",
-        "recipes/setup/preparation.py",
+        "recipes/setup/model_decisions.py",
         "recipes/test_exact_auto.py",
-        "    if recipe.not_exact:\n",
+        "    if recipe.excludes_exact:\n",
         "    if False:\n",
     ),
     Bug(
         "a resumed run decides exact=auto anew",
-        "recipes/run.py",
+        "recipes/setup/model_decisions.py",
         "recipes/test_exact_auto.py",
-        "    if recipe.exact == before:\n",
-        "    if True:\n",
+        "    if before is not None:\n",
+        "    if False:\n",
     ),
     Bug(
         "an exact trainer leaves the routers to transformers",

@@ -6,8 +6,8 @@ Checks that need the disk or the machine are in `recipes.setup.preparation`.
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -25,10 +25,6 @@ COLDEST = 1e-6
 
 VLLM_COLDEST = 0.01
 """Lowest temperature that vLLM uses; it raises lower temperatures to this one."""
-
-
-UNPLANNED_SIZE = 4
-"""The value of `trainer.micro_batch_size=auto` if no plan precedes the trainer."""
 
 Faults = Iterator[tuple[str, str] | tuple[str, str, str]]
 """Key, broken rule and, unless the key's default is the remedy, the remedy."""
@@ -126,30 +122,20 @@ class Recipe:
         """Return the largest number of answers of one update on a trainer rank."""
         return math.ceil(self.answers_per_rank / self.loop.mini_batches)
 
-    @property
-    def micro_batch_size(self) -> int:
-        """Return `trainer.micro_batch_size`; an auto that is not decided yet counts as 4."""
-        size = self.trainer.micro_batch_size
-        return UNPLANNED_SIZE if size == "auto" else size
-
-    @property
-    def regathers(self) -> int:
+    def regathers(self, micro_batch_size: int) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
 
-        It is 0 beside a hosted engine, because that trainer is built before there is a plan.
+        Args:
+            micro_batch_size: Sequences in a micro batch.
+
+        Returns:
+            The number of further micro batches of all updates.
         """
-        if self.engine.hosted:
-            return 0
-        repeated = math.ceil(self.answers_per_update / self.micro_batch_size) - 1
+        repeated = math.ceil(self.answers_per_update / micro_batch_size) - 1
         return repeated * self.updates_per_step
 
     @property
-    def exact_mode(self) -> bool | Literal["warn"]:
-        """Return `exact`; an auto that is not decided yet counts as false."""
-        return False if self.exact == "auto" else self.exact
-
-    @property
-    def not_exact(self) -> str:
+    def excludes_exact(self) -> str:
         """Return the setting with which exact=auto is false; empty if there is none."""
         excluding = [key for key, *_ in self._faults_of_exact()]
         if self.model.dtype == "float32":
@@ -180,27 +166,6 @@ class Recipe:
         """Return how the loss is corrected for the rollout's probabilities."""
         mode = self.correction.mode
         return mode if mode != "auto" else "decoupled" if self.inexact_rollout else "none"
-
-    @property
-    def scores_in_update(self) -> bool:
-        """Return whether the step's update computes the log-probabilities that it compares with.
-
-        It can if it is the only one and nothing before it needs them: no weights of a correction,
-        and no KL divergence in the rewards, for which `exact` has the rollout's.
-        """
-        rewarded = self.loss.kl_coef and self.kl_in == "reward" and not self.exact_mode
-        needed = self.correction_mode != "none" or rewarded
-        return self.updates_per_step == 1 and not needed
-
-    @property
-    def scores_before_update(self) -> bool:
-        """Return whether a pass before the updates computes the trainer's log-probabilities."""
-        return self.correction_mode != "bypass" and not self.scores_in_update
-
-    @property
-    def logprobs_field(self) -> Literal["old_logprobs", "rollout_logprobs"]:
-        """Return the field of the update's batch that has the answers' log-probabilities."""
-        return "rollout_logprobs" if self.scores_in_update else "old_logprobs"
 
     @property
     def inexact_rollout(self) -> str:
@@ -242,14 +207,13 @@ class Recipe:
             absent["optim"] = "trainer.optimizer_offload=false"
         return absent
 
-    def resident_tags(self) -> list[Tag]:
-        """Return the tags that `cycle.resident` may name; aliased weights have no pages to keep.
+    def present_tags(self) -> list[Tag]:
+        """Return the tags that this recipe has.
 
         Returns:
             The tags, the trainer's first.
         """
-        absent = {*self.absent_tags(), *(["weights"] if self.cycle.alias == "always" else [])}
-        return [tag for tag in TAGS if tag not in absent]
+        return [tag for tag in TAGS if tag not in self.absent_tags()]
 
     @model_validator(mode="after")
     def check_rules(self) -> Self:
@@ -277,7 +241,7 @@ class Recipe:
         if len({*self.trackers}) < len(self.trackers):
             yield "trackers", "names a tracker twice"
         yield from self._faults_of_engine()
-        yield from self._faults_of_exact() if self.exact_mode else ()
+        yield from self._faults_of_exact() if self.exact in (True, "warn") else ()
         yield from self._faults_of_training()
         yield from self._faults_of_sampling()
         yield from self._faults_of_devices()
@@ -375,7 +339,7 @@ class Recipe:
             rule = f"is not needed for adapters, which are small (lora.rank={rank})"
             yield "trainer.optimizer_offload", rule
         if self.trainer.batch_invariant and not (
-            self.exact_mode and self.trainer.keep_unsharded is True
+            self.exact in (True, "warn") and self.trainer.keep_unsharded is True
         ):
             rule = "needs exact=true, or warn, and trainer.keep_unsharded=true"
             yield "trainer.batch_invariant", rule
@@ -594,30 +558,3 @@ def remedy_of(key: str) -> str:
         return f"set {key}.KEY=VALUE"
     value = (FIELDS[field_of(key)].examples or [default_of(key)])[0]
     return f"set {key}={shown(value)}"
-
-
-def switching(
-    recipe: Recipe, resident: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
-) -> Recipe:
-    """Return the recipe with its switch decided.
-
-    Overlapped moves exclude the hand-over, and so do engines on devices of their own.
-    """
-    decided: dict[str, Any] = {"resident": list(resident), "overlap": list(overlap)}
-    hand_over = hand_over and not overlap and recipe.cluster.colocate
-    decided["hand_over"] = "always" if hand_over else "never"
-    return replace(recipe, cycle=replace(recipe.cycle, **decided))
-
-
-def keeping(recipe: Recipe, keep: bool) -> Recipe:
-    """Return the recipe with `trainer.keep_unsharded` decided, if it is auto."""
-    if recipe.trainer.keep_unsharded != "auto":
-        return recipe
-    return replace(recipe, trainer=replace(recipe.trainer, keep_unsharded=keep))
-
-
-def batching(recipe: Recipe, size: int) -> Recipe:
-    """Return the recipe with `trainer.micro_batch_size` decided, if it is auto."""
-    if recipe.trainer.micro_batch_size != "auto":
-        return recipe
-    return replace(recipe, trainer=replace(recipe.trainer, micro_batch_size=size))

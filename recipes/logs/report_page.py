@@ -11,7 +11,7 @@ from typing import Any
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.load import saved_values
-from recipes.errors import RecipeError, one_line, writable
+from recipes.errors import RecipeError, one_line, shown, writable
 from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
 from recipes.logs.run_folder import (
     ROLLOUT_GPU,
@@ -68,6 +68,7 @@ def render_page(path: Path) -> str:
         steps=recipe.get("steps"),
         run=run,
         figures=key_figures(run),
+        decisions=decided(_read_json(path / "decisions.json")),
         reward=data_uri(draw_reward(run)),
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
         stages=longest_stages(run),
@@ -86,6 +87,13 @@ def render_page(path: Path) -> str:
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file, or an empty mapping if it does not exist."""
     return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def decided(decisions: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return name, value and reason of each decision."""
+    reasons = decisions.pop("reasons", {})
+    values = ((name, shown(value)) for name, value in decisions.items())
+    return [(name, value, reasons.get(name, "")) for name, value in values]
 
 
 def key_figures(run: Run) -> dict[str, str]:

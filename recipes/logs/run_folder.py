@@ -6,7 +6,8 @@
     trackers.jsonl      rows that trackers have, and their names of the run
     trace.json          stages and memory of the last steps as a Chrome trace (ui.perfetto.dev)
     environment.json    date, host, GPUs and versions
-    plan.json           the plan of the run's memory, if its switch was planned
+    decisions.json      what was decided for this session, with reasons (`Decisions`)
+    plan.json           the plan of the run's memory, if there was one
     outside.json        with a hosted engine, bytes outside of the planned tags at the start
     reward.png, memory.png
     restarts.jsonl      a line for each restart after the loss of a worker, and for each engine that
@@ -405,10 +406,10 @@ class RunFolder:
         own = {"replacement": number, "after_step": self.done, "cause": cause}
         self._append("restarts.jsonl", {"time": time.time(), **own})
 
-    def write_outside(self, nbytes: int) -> None:
-        """Record the bytes outside of tags (`Monitor.outside`) at the start of this session."""
-        with self.writing(OUTSIDE):
-            replace_text(self.path / OUTSIDE, json_lines([{"bytes": nbytes}]))
+    def write_json(self, name: str, values: Any) -> None:
+        """Write a file about this session."""
+        with self.writing(name):
+            replace_text(self.path / name, json.dumps(values, indent=1) + "\n")
 
     def outside(self) -> int | None:
         """Return the bytes outside of tags that the newest session measured, if any."""

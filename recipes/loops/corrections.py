@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from recipes.config.recipe import Recipe
 from recipes.loops.sampling import Samples
+from recipes.setup.preparation import Setup
 from trainer_bridge import CorrectionConfig, correct
 from trainer_bridge.learning import PerToken, by_answer, flat
 
@@ -30,14 +31,15 @@ class StepCorrection:
         return [row for row in rows if row not in self.rejected]
 
 
-def correct_step(recipe: Recipe, samples: Samples, logprobs: PerToken) -> StepCorrection:
+def correct_step(setup: Setup, samples: Samples, logprobs: PerToken) -> StepCorrection:
     """Compare the log-probabilities of rollout and trainer, and correct for the difference.
 
     Without a correction, the figures say what token weights of at most 2 would give. Where
     `logprobs` are the rollout's, too, there is nothing to compare: with correction.mode=bypass, and
     if the update computes the trainer's.
     """
-    if not recipe.scores_before_update:
+    recipe = setup.recipe
+    if not setup.scores_before_update:
         return StepCorrection()
     lengths = list(map(len, samples.response_ids))
     corrected = correct(flat(samples.logprobs), flat(logprobs), lengths, options(recipe))

@@ -60,7 +60,7 @@ class GrpoLoop(Loop):
         recipe, grpo = self.setup.recipe, self.setup.recipe.grpo
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
-        correction = correct_step(recipe, samples, logprobs)
+        correction = correct_step(self.setup, samples, logprobs)
         figures = reference_figures(logprobs, ref_logprobs) | correction.figures
         figures |= self.unreplayed_mismatch(step, samples)
         self.to_train()
@@ -69,7 +69,7 @@ class GrpoLoop(Loop):
             advantages = compute_advantages(recipe, rewards, logprobs, ref_logprobs)
         batch = samples.batch(
             self.temperature,
-            **{recipe.logprobs_field: logprobs},
+            **{self.setup.logprobs_field: logprobs},
             advantages=advantages,
             weights=correction.weights,
             ref_logprobs=ref_logprobs if recipe.kl_in == "loss" else None,

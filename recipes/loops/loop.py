@@ -220,12 +220,12 @@ class Loop(abc.ABC):
     def score(self, samples: Samples, scoring: Scoring) -> tuple[PerToken, list[Scored]]:
         """Return log-probabilities under the weights that sampled, and the answers' scores.
 
-        They are the trainer's; with correction.mode=bypass, or if the update computes the
-        trainer's, they are the rollout's. In the latter case its figures replace those of these.
+        The log-probabilities are the trainer's. They are the rollout's if no pass precedes the
+        update; the update then reports the figures.
         """
         self.to_score()
-        recipe, logprobs = self.setup.recipe, samples.logprobs
-        if recipe.scores_before_update:
+        logprobs = samples.logprobs
+        if self.setup.scores_before_update:
             with self.stage("compute_log_prob"):
                 logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):

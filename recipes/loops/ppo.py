@@ -68,13 +68,13 @@ class PpoLoop(Loop):
         with self.stage("compute_values"):
             values = trainer.compute_values(samples.batch(1.0))
         logprobs, scores = self.score(samples, scoring)
-        correction = correct_step(recipe, samples, logprobs)
+        correction = correct_step(self.setup, samples, logprobs)
         row: dict[str, Any] = reference_figures(logprobs, ref_logprobs) | correction.figures
         row |= self.unreplayed_mismatch(step, samples)
         self.to_train()
         batch = samples.batch(
             self.temperature,
-            **{recipe.logprobs_field: logprobs},
+            **{self.setup.logprobs_field: logprobs},
             ref_logprobs=ref_logprobs,
             weights=correction.weights,
             values=values,
@@ -102,8 +102,8 @@ def with_advantages(
     """
     if not rewards:
         return batch, {}
-    logprobs = getattr(batch, recipe.logprobs_field)
-    assert batch.values is not None
+    logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    assert batch.values is not None and logprobs is not None
     ppo, lengths, values = recipe.ppo, list(map(len, batch.response_ids)), flat(batch.values)
     penalties = flat(kl_penalties(recipe, logprobs, batch.ref_logprobs))
     earned = token_rewards(rewards, penalties, lengths)

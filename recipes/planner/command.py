@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -12,7 +10,6 @@ from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console
@@ -24,23 +21,15 @@ from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
-from recipes.errors import DOES_NOT_FIT, RecipeError, shown, writable
+from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.logs.run_folder import RunFolder, check_holds_run
-from recipes.planner.memory_plan import MemoryPlan, Switch, placed, remedied
-from recipes.planner.micro_batch import UNPLANNED
+from recipes.planner.memory_plan import MemoryPlan, placed
+from recipes.planner.plan_apart import plan_with_remedies, planned_device
 from recipes.planner.sizes import GIB
-from recipes.planner.switch_plan import plan_switch
+from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
-from recipes.setup.preparation import (
-    check_lora,
-    check_optimizer,
-    described_model,
-    encoded_tasks,
-    with_alias_decided,
-    with_exact_decided,
-)
+from recipes.setup.preparation import described_model, encoded_tasks
 from recipes.tasks import make_tasks
-from rollout.model import load_hf_config, read_json
 from rollout.tag_names import TAGS as ENGINE_TAGS
 
 
@@ -110,77 +99,9 @@ def plan_of(
                 raise
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), directory)
-        tied = load_hf_config(directory).tie_word_embeddings  # as the files of the weights have it
-        fields = read_json(directory / "config.json") | {"tie_word_embeddings": tied}
-        how: dict[str, Any] = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
-
-        def planned(recipe: Recipe) -> MemoryPlan:
-            check_lora(recipe.lora, directory)
-            check_optimizer(recipe)
-            recipe = with_alias_decided(recipe, directory)
-            device = "cpu" if recipe.device == "cpu" else None
-            recipe, _ = with_exact_decided(recipe, directory, device)
-            return plan_switch(recipe, name, gpu=card, fields=fields, **how)
-
-        return remedied(planned(recipe), recipe, planned)
-
-
-def unplanned(recipe: Recipe, *lines: str) -> Switch:
-    """Return the switch that the recipe's keys name; auto keeps and hands over nothing."""
-    cycle, keeps = recipe.cycle, recipe.trainer.keep_unsharded is True
-    overlap = [] if cycle.overlap == "auto" else cycle.overlap
-    if recipe.trainer.micro_batch_size == "auto":
-        lines = (*lines, UNPLANNED)
-    decided = cycle.named, overlap, cycle.hand_over == "always", 0.0, keeps
-    return Switch(*decided, recipe.micro_batch_size, lines)
-
-
-PATIENCE = 300.0  # seconds that a run waits for its plan; the largest plans take about 30
-
-
-def plan_apart(
-    run_dir: Path, total: int, recipe: Recipe, prompt_tokens: int, patience: float = PATIENCE
-) -> Switch:
-    """Plan a run in a separate process and return its switch.
-
-    The process reads recipe.yaml in the run's folder and writes plan.json there. `total` is the
-    bytes of the GPU, and `prompt_tokens` the length of the longest prompt. In `recipe`,
-    `cycle.alias` and `exact` are decided, and so is the micro batch of a resumed run. The lines of
-    the switch name every shortage. If no plan can be made within `patience` seconds, auto decides
-    nothing, and a line gives the reason.
-    """
-    decided = [f"cycle.alias={recipe.cycle.alias}", f"exact={shown(recipe.exact)}"]
-    decided.append(f"trainer.micro_batch_size={recipe.trainer.micro_batch_size}")
-    words = [str(run_dir / "recipe.yaml"), *decided, "--gpu", str(total)]
-    words += ["--prompt-tokens", str(prompt_tokens)]
-    try:
-        # -P: do not import a package `recipes` from the working directory.
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=patience,
-        )
-    except subprocess.TimeoutExpired:
-        return _without_plan(recipe, f"it took more than {patience:g} s")
-    if done.returncode not in (0, DOES_NOT_FIT):
-        lines = done.stderr.strip().splitlines()
-        return _without_plan(recipe, lines[-1] if lines else f"exit status {done.returncode}")
-    plan = json.loads((run_dir / "plan.json").read_text())
-    switch = Switch(**plan["switch"])
-    return switch._replace(lines=[*switch.lines, *map(unfit, plan["needs"])])
-
-
-def _without_plan(recipe: Recipe, why: str) -> Switch:
-    stays = ", ".join(recipe.cycle.named) or "nothing"
-    return unplanned(recipe, f"stays: {stays}; there is no plan: {why}")
-
-
-def unfit(need: str) -> str:
-    """Return the line that reports a shortage."""
-    return f"does not fit: {need}"
+        decisions = first_decisions(recipe, directory, planned_device(recipe))
+        how = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
+        return plan_with_remedies(recipe, decisions, name, directory, card, how)
 
 
 _WIDTH = 132  # columns of output that goes to no terminal
@@ -211,12 +132,12 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     show(f"host: {format_bytes(plan.host_bytes)} on each machine{room}")
     most = f"at most {plan.most_kv_tokens:,} fit at every stage"
     show(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}")
-    for line in plan.switch.lines if plan.switch else ():
+    for line in plan.decisions.lines:
         show(line)
     for note in plan.notes:
         show(f"note: {note}", style="dim")
-    for need in plan.needs:
-        show(unfit(need), style="bold red")
+    for line in plan.unfit:
+        show(line, style="bold red")
     if plan.fits:
         peak = max(reversed(plan.rows), key=lambda stage: stage.device_bytes)
         left = format_bytes(plan.gpu.total - peak.device_bytes)

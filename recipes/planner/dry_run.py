@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
+from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import PpoSection
 from recipes.logs.monitor import Monitor, View
@@ -124,14 +125,11 @@ class PlannedTrainer(Trainer):
     _leaving: tuple[str, ...] = ()
     _returning: tuple[str, ...] = ()
 
-    def begin(self, rollout: PlannedRollout, recipe: Recipe) -> None:
-        """Return to the state of a new trainer beside the given rollout.
-
-        The trainer takes micro batch and `trainer.keep_unsharded` of the recipe.
-        """
+    def begin(self, rollout: PlannedRollout, decisions: Decisions) -> None:
+        """Return to the state of a new trainer with these decisions beside the given rollout."""
         self.rollout = rollout
-        self._runtime.keep_unsharded = recipe.trainer.keep_unsharded is True
-        size = recipe.micro_batch_size
+        self._runtime.keep_unsharded = decisions.keep_unsharded
+        size = decisions.micro_batch_size
         self.config = dataclasses.replace(self.config, micro_batch_size=size)
         if self.critic is not None:
             config = dataclasses.replace(self.critic.config, micro_batch_size=size)
@@ -226,30 +224,30 @@ class DryRun:
 
 
 def dry_run(
-    recipe: Recipe,
+    decisions: Decisions,
     engine: EngineSizes,
-    make_setup: Callable[[Recipe], Setup],
+    make_setup: Callable[[Decisions], Setup],
     trainer: PlannedTrainer,
     *,
     room: int,
     staged: bool = True,
 ) -> DryRun:
-    """Run a step of the recipe and return the memory of a later step.
+    """Run a step of a recipe and return the memory of a later step.
 
     `make_setup` and `trainer` come from `planned_trainer`, and one trainer serves any number of
-    runs. The switch of `recipe` is decided, and so are its micro batch and
-    `trainer.keep_unsharded`; its other keys are the same as in `planned_trainer`. `room` is the
-    bytes of the device for both sides, and `staged` is as in `PlannedRollout`.
+    runs. Of the decisions, `exact` is the same in all of them. `room` is the bytes of the device
+    for both sides, and `staged` is as in `PlannedRollout`.
     """
-    setup, rollout, saver = make_setup(recipe), PlannedRollout(engine, staged), trainer.saver
+    setup, rollout, saver = make_setup(decisions), PlannedRollout(engine, staged), trainer.saver
+    recipe = setup.recipe
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
     rollout.answered, rollout.peer, trainer.room = trainer.end_overlap, saver, room
-    trainer.begin(rollout, recipe)
+    trainer.begin(rollout, decisions)
     monitor = Monitor(RunFolder(setup.model_dir), View())
     monitor.peaks.watch("trainer", saver.take_usage)
     monitor.peaks.watch("rollout", rollout.take_usage)
     served = cast(Rollout, rollout)  # It lacks the methods of a sync, which are never called.
-    cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
+    cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(setup))
     loop = LOOPS[recipe.algorithm](
         setup=setup,
         trainer=trainer,
@@ -326,9 +324,14 @@ def _frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def planned_trainer(
-    recipe: Recipe, fields: dict[str, Any], *, prompt_tokens: int, workspace_bytes: int
-) -> Iterator[tuple[Callable[[Recipe], Setup], PlannedTrainer]]:
-    """Build the recipe's trainer on a planned device, for dry runs with any switch.
+    recipe: Recipe,
+    decisions: Decisions,
+    fields: dict[str, Any],
+    *,
+    prompt_tokens: int,
+    workspace_bytes: int,
+) -> Iterator[tuple[Callable[[Decisions], Setup], PlannedTrainer]]:
+    """Build the recipe's trainer on a planned device, for dry runs with any further decisions.
 
     `fields` is the model's config, and every prompt has `prompt_tokens` tokens. The function makes
     the setup of a dry run, whose answers depend on its micro batch. Both live inside the block.
@@ -345,10 +348,10 @@ def planned_trainer(
         tokenizer = toy_tokenizer([])
         describe_random_model(fields, tokenizer, Path(folder))
 
-        def make_setup(recipe: Recipe) -> Setup:
-            return _setup(recipe, tokenizer, Path(folder), prompt_tokens)
+        def make_setup(decisions: Decisions) -> Setup:
+            return _setup(recipe, decisions, tokenizer, Path(folder), prompt_tokens)
 
-        config = trainer_config(make_setup(recipe))
+        config = trainer_config(make_setup(decisions))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         # An exact trainer launches kernels.
         config = dataclasses.replace(config, exact=False, batch_invariant=False)
@@ -356,7 +359,7 @@ def planned_trainer(
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
         trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
-        if recipe.exact_mode:
+        if decisions.exact:
             plan_exact(trainer.model, recipe.trainer.batch_invariant)
         yield make_setup, trainer
 
@@ -377,8 +380,10 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> Setup:
-    answers = min(2 * recipe.micro_batch_size, recipe.answers_per_rank)
+def _setup(
+    recipe: Recipe, decisions: Decisions, tokenizer: Any, folder: Path, prompt_tokens: int
+) -> Setup:
+    answers = min(2 * decisions.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
     # First, because fewer answers may not fill the mini batches. Two updates stand for any number.
@@ -402,6 +407,7 @@ def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> 
     task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)
     return Setup(
         recipe=small,
+        decisions=decisions,
         tasks=Tasks(trained=(task,)),
         tokenizer=tokenizer,
         model_dir=folder,

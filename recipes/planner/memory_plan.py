@@ -1,6 +1,6 @@
 """Memory plans: the bytes of every stage, whether they fit, and what to change if not.
 
-`planning` plans a recipe whose switch is decided (`switch_plan.py` decides it).
+`planning` plans a recipe with given decisions (`switch_plan.py` makes them).
 """
 
 import contextlib
@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from memsaver.memory import pinned_arena
 from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
+from recipes.config.decisions import Decisions
 from recipes.config.load import explain
-from recipes.config.recipe import Recipe, batching, keeping
+from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, shown
 from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
@@ -53,28 +54,6 @@ _MOST_WAYS = 3  # largest number of changes that a remedy names
 _LARGER_GPUS = "take more or larger GPUs (--gpu)"
 
 
-class Switch(NamedTuple):
-    """A decided switch, and how the trainer divides and repeats the work of an update.
-
-    Attributes:
-        resident: Tags that stay on the device.
-        overlap: Tags whose moves are overlapped with work.
-        hand_over: Whether memory that leaves goes to the other side.
-        seconds: Exposed seconds of a step, in which only the switch runs.
-        keep_unsharded: The decided `trainer.keep_unsharded`.
-        micro_batch_size: The decided `trainer.micro_batch_size`.
-        lines: The decisions and their reasons for a reader.
-    """
-
-    resident: Sequence[str]
-    overlap: Sequence[str]
-    hand_over: bool
-    seconds: float
-    keep_unsharded: bool
-    micro_batch_size: int
-    lines: Sequence[str]
-
-
 Change = tuple[str, Any]
 """A key and its new value."""
 
@@ -101,6 +80,7 @@ class MemoryPlan:
 
     Attributes:
         name: Name of the recipe.
+        decisions: Decisions of the run; `switch_plan.py` makes those that are open.
         gpu: The GPU.
         devices: Number of GPUs with a trainer rank, all alike.
         stages: Peak bytes of every stage on a GPU with a trainer rank.
@@ -116,12 +96,13 @@ class MemoryPlan:
         token_bytes: Bytes of a token in the pool.
         grows: Whether the pool can begin small.
         handed_over: Bytes of a step that go to the other side, if the recipe allows it.
-        switch: The decided switch; None while it is being decided.
+        exposed: Seconds of a step in which only the switch runs.
         outside: Bytes of a hosted engine and of contexts outside of tags, as "assumed" and as
             "measured"; None: the native engine.
     """
 
     name: str
+    decisions: Decisions
     gpu: Gpu
     devices: int
     stages: tuple[StagePlan, ...]
@@ -133,7 +114,7 @@ class MemoryPlan:
     token_bytes: int = 0
     grows: bool = False
     handed_over: int = 0
-    switch: Switch | None = None
+    exposed: float = 0.0
     host_room: float | None = None
     outside: dict[str, int | None] | None = None
     rollout_devices: int = 0
@@ -159,8 +140,13 @@ class MemoryPlan:
 
     @property
     def needs(self) -> list[str]:
-        """Return a line with amount and remedy for each shortage."""
+        """Return amount and remedy of each shortage."""
         return [f"{shortage.text}; {shortage.remedy}" for shortage in self.shortages.values()]
+
+    @property
+    def unfit(self) -> list[str]:
+        """Return a line about each shortage."""
+        return [f"does not fit: {need}" for need in self.needs]
 
     @property
     def room(self) -> int:
@@ -174,17 +160,17 @@ class MemoryPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of plan.json; only used_bytes include contexts."""
-        names = ("devices", "fits", "needs", "kv_tokens", "most_kv_tokens", "outside")
+        names = ("devices", "fits", "needs", "kv_tokens", "most_kv_tokens", "outside", "exposed")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
         stages = [stage.as_json() for stage in self.rows]
-        switch = None if self.switch is None else self.switch._asdict()
-        return {**facts, "stages": stages, "switch": switch}
+        return {**facts, "stages": stages, "decisions": self.decisions.as_json()}
 
 
 @contextlib.contextmanager
 def planning(
     recipe: Recipe,
+    decisions: Decisions,
     name: str,
     card: Gpu,
     *,
@@ -192,14 +178,15 @@ def planning(
     prompt_tokens: int | None = None,
     fields: Mapping[str, Any] | None = None,
     outside: int | None = None,
-) -> Iterator[tuple[Callable[[Recipe], MemoryPlan], int]]:
-    """Yield a function from the recipe with any decided switch (`switching`) to its plan.
+) -> Iterator[tuple[Callable[[Decisions], MemoryPlan], int]]:
+    """Yield a function that plans a recipe with further decisions.
 
-    The recipe may also have any `trainer.keep_unsharded` and any micro batch. The number beside the
-    function is the elements of the longest sequence's hidden states: its tokens times their width.
+    The number beside the function is the elements of the longest sequence's hidden states: its
+    tokens times their width.
 
     Args:
-        recipe: A recipe whose `cycle.alias` is decided.
+        recipe: The recipe.
+        decisions: Decisions, of which `exact` and `alias` are made.
         name: Name of the recipe.
         card: The GPU.
         staged: Whether only the weights wake before the sync, and the rest of the engine after it.
@@ -224,20 +211,22 @@ def planning(
         prompt_tokens = GUESSED_PROMPT
     config = meta_model(model).config
     check_context(recipe, prompt_tokens, longest_context(config))
-    sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
+    exact = bool(decisions.exact)
+    sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens, exact)
     beside = sizes if cluster.colocate else NO_ENGINE  # what shares a GPU with the trainer
     given = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
-    with planned_trainer(recipe, model, **given) as (make_setup, trainer):
+    with planned_trainer(recipe, decisions, model, **given) as (make_setup, trainer):
 
-        def plan(decided: Recipe) -> MemoryPlan:
+        def plan(decided: Decisions) -> MemoryPlan:
             room = own.total - own.contexts
             run = dry_run(decided, beside, make_setup, trainer, room=room, staged=staged)
-            stages, host_bytes = _of_device_and_host(run, decided, own, sizes)
+            stages, host_bytes = _of_device_and_host(run, recipe, decided, own, sizes)
             awake = () if not cluster.apart else always_awake(sizes, half + engine_group(recipe))
             pools = [*stages, *awake]
             most = _most_tokens(pools, own, kv_tokens, per_token, recipe.engine.page_size)
             plan = MemoryPlan(
                 name=name,
+                decisions=decided,
                 gpu=own,
                 devices=cluster.size,
                 stages=stages,
@@ -254,18 +243,18 @@ def planning(
                 host_room=_host_room(recipe),
                 outside=outside_sizes,
             )
-            return dataclasses.replace(plan, shortages=_shortages(plan, decided, prompt_tokens))
+            return dataclasses.replace(plan, shortages=_shortages(plan, recipe, prompt_tokens))
 
         width = config.get_text_config().hidden_size
         yield plan, width * (prompt_tokens + recipe.sampling.max_tokens)
 
 
 def _of_device_and_host(
-    run: DryRun, recipe: Recipe, card: Gpu, engine: EngineSizes
+    run: DryRun, recipe: Recipe, decisions: Decisions, card: Gpu, engine: EngineSizes
 ) -> tuple[tuple[StagePlan, ...], int]:
     """Return the stages and the bytes of host memory on one machine."""
     cluster = recipe.cluster
-    stay = {*recipe.cycle.resident, *([PARAMS] if recipe.cycle.alias == "always" else [])}
+    stay = {*decisions.resident, *([PARAMS] if decisions.alias else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
     stages = []
     for stage, entry in run.stages.items():
@@ -401,18 +390,18 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
     Changes of parts that are too small to help are left out. Changes that affect learning come
     last.
     """
-    cycle, trainer, answer = recipe.cycle, recipe.trainer, recipe.sampling.max_tokens
+    decisions, answer = plan.decisions, recipe.sampling.max_tokens
     held = Counter({**stage.tags, "torch": stage.torch.get("trainer", 0)})  # 0 for absent tags
-    batch = min(recipe.micro_batch_size, recipe.answers_per_rank)
+    batch = min(decisions.micro_batch_size, recipe.answers_per_rank)
     # The batch that would fit if torch held nothing else.
     fitting = max(1, int(batch * (1 - missing / max(held["torch"], missing))))
     ranks = recipe.engine.tensor_parallel_size
     moments = (OPTIM, CRITIC_OPTIM)
     ways: list[tuple[Collection[str], str, Any]] = [
         ([KV_CACHE], *_less_kv(plan, recipe)),
-        (cycle.named, "cycle.resident", []),
-        ([] if cycle.overlap == "auto" else cycle.overlap, "cycle.overlap", []),
-        (["torch"] if trainer.keep_unsharded is True else [], "trainer.keep_unsharded", False),
+        (decisions.resident, "cycle.resident", []),
+        (decisions.overlap, "cycle.overlap", []),
+        (["torch"] if decisions.keep_unsharded else [], "trainer.keep_unsharded", False),
         (["torch"], "trainer.micro_batch_size", min(batch // 2, 1 << fitting.bit_length() - 1)),
         (["torch"], "trainer.activation_checkpointing", "layers"),
         ([OPTIM], "trainer.optimizer_offload", True),
@@ -440,13 +429,13 @@ def _less_kv(plan: MemoryPlan, recipe: Recipe) -> Change:
 
 
 def remedied(
-    plan: MemoryPlan, recipe: Recipe, replan: Callable[[Recipe], MemoryPlan]
+    plan: MemoryPlan, recipe: Recipe, replan: Callable[[Recipe, Decisions], MemoryPlan]
 ) -> MemoryPlan:
     """Return the plan with remedies that were tried out.
 
     The ways out of a shortage are planned one after the other, which takes seconds each, until
-    `_MOST_WAYS` of them reduce the shortage and increase no other. `replan` raises ValueError for
-    an impossible recipe.
+    `_MOST_WAYS` of them reduce the shortage and increase no other. `replan` plans another recipe
+    with decisions for its keys that are auto, and raises ValueError for an impossible recipe.
     """
     tried: dict[str, Mapping[str, Shortage]] = {}
 
@@ -460,7 +449,7 @@ def remedied(
             with contextlib.suppress(ValueError):  # The changed recipe is impossible.
                 changed = _changed(recipe, *change)
                 if changed != recipe:
-                    tried[text] = replan(_with_switch(changed, plan.switch)).shortages
+                    tried[text] = replan(changed, plan.decisions).shortages
         left = tried[text]
         worse = any(missing(left, name) > missing(plan.shortages, name) for name in left)
         return not worse and missing(left, kind) < missing(plan.shortages, kind)
@@ -482,19 +471,6 @@ def _changed(recipe: Recipe, key: str, value: Any) -> Recipe:
     section, _, name = key.partition(".")
     inside = dataclasses.replace(getattr(recipe, section), **{name: value})
     return dataclasses.replace(recipe, **{section: inside})
-
-
-def _with_switch(recipe: Recipe, switch: Switch | None) -> Recipe:
-    """Return the recipe with auto replaced by the decisions of a switch."""
-    assert switch is not None
-    decided = {"resident": switch.resident, "overlap": switch.overlap}
-    recipe = batching(keeping(recipe, switch.keep_unsharded), switch.micro_batch_size)
-    absent = recipe.absent_tags()
-    for name, tags in decided.items():
-        if getattr(recipe.cycle, name) == "auto":
-            present = [tag for tag in tags if tag not in absent]
-            recipe = _changed(recipe, f"cycle.{name}", present)
-    return recipe
 
 
 def _fullest(stages: Sequence[StagePlan]) -> StagePlan:

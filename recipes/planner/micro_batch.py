@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from recipes.config.recipe import UNPLANNED_SIZE
 from recipes.planner.memory_plan import MemoryPlan
 
 ENOUGH = 1 << 26
@@ -13,9 +12,6 @@ ENOUGH = 1 << 26
 They then take longer than their launches. On an H100, sequences of 512 tokens gained up to micro
 batches of 64 at width 896, 32 at 1536 and 16 at 3584, the largest that were measured: half of it.
 """
-
-UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
-"""Line about an auto that no plan decided."""
 
 
 def sizes_to_try(answers: int, elements: int = 0) -> list[int]:

@@ -111,7 +111,7 @@ IDLE = 4 * MIB  # tables and counters of an idle engine, as measured
 
 
 def engine_sizes(
-    recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int
+    recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int, exact: bool = False
 ) -> tuple[EngineSizes, int, int]:
     """Return the sizes of one engine rank, the tokens of its KV pool, and the bytes of a token.
 
@@ -152,7 +152,7 @@ def engine_sizes(
     if size > 1 and not hosted:  # The rank's columns, those of all ranks, and the joined rows.
         logits += running * vocabulary * dtype.itemsize * (2 * size + 1) // size
     step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
-    if recipe.exact_mode and size > 2:  # gathered partial sums, and two sums that are smaller
+    if exact and size > 2:  # gathered partial sums, and two sums that are smaller
         step += 2 * STAGING_BYTES
     # The plan counts memory that a hosted engine holds outside of its tags as contexts.
     idle, graphs = (0, False) if hosted else (IDLE, recipe.engine.cuda_graphs)

@@ -7,17 +7,18 @@ Then the tags: the cheapest switch that fits. Then `trainer.keep_unsharded`. If 
 that are large enough for kernels may become larger, if that saves more gathers than it costs.
 """
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
 
 from memsaver.errors import format_bytes
-from recipes.config.recipe import UNPLANNED_SIZE, Recipe, batching, keeping, switching
+from recipes.config.decisions import Decisions
+from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
-from recipes.planner.memory_plan import MemoryPlan, Switch, placed, planning
-from recipes.planner.micro_batch import UNPLANNED, choose_size, reason, sizes_to_try
+from recipes.planner.memory_plan import MemoryPlan, planning
+from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
@@ -35,123 +36,169 @@ _BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
 
 
 def plan_switch(
-    recipe: Recipe, name: str = "recipe", *, gpu: str | Gpu | None = None, **how: Any
+    recipe: Recipe, decisions: Decisions, name: str = "recipe", *, gpu: Gpu, **how: Any
 ) -> MemoryPlan:
-    """Plan a recipe and decide its keys that are auto.
-
-    They are `cycle.resident`, `cycle.overlap`, `cycle.hand_over`, `trainer.micro_batch_size` and
-    `trainer.keep_unsharded`.
+    """Plan a recipe and make the decisions that are open.
 
     Args:
-        recipe: A recipe whose `cycle.alias` is decided.
+        recipe: The recipe.
+        decisions: Decisions, of which `exact` and `alias` are made.
         name: Name of the recipe.
-        gpu: The GPU, as in `placed`.
+        gpu: The GPU.
         **how: Options of `planning`.
     """
-    recipe, card = placed(recipe, gpu)
-    with planning(recipe, name, card, **how) as (make_plan, elements):
-        if recipe.trainer.micro_batch_size != "auto":
-            return _decided(recipe, make_plan)
-        if recipe.engine.hosted:
-            return _with_line(_decided(batching(recipe, UNPLANNED_SIZE), make_plan), UNPLANNED)
-        return _with_size_decided(recipe, make_plan, elements)
+    with planning(recipe, decisions, name, gpu, **how) as (make_plan, elements):
+        planner = _SwitchPlanner(recipe, make_plan)
+        if "micro_batch_size" in decisions.open:
+            return planner.with_size(decisions, elements)
+        return planner.decided(decisions)
 
 
-def _with_size_decided(
-    recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan], elements: int
-) -> MemoryPlan:
-    answers = recipe.answers_per_update
+@dataclass(frozen=True)
+class _SwitchPlanner:
+    """Makes the open decisions of a recipe by plans with one choice after the other.
 
-    def planned(size: int) -> MemoryPlan:
-        return make_plan(_with_named_tags(batching(keeping(recipe, False), size)))
-
-    def decided(size: int) -> tuple[float, MemoryPlan]:
-        """Return the plan, and its seconds that depend on the size."""
-        sized = batching(recipe, size)
-        plan = _decided(sized, make_plan)
-        assert plan.switch is not None
-        repeated = 0 if plan.switch.keep_unsharded else _gathering(plan, sized)
-        return plan.switch.seconds + repeated, plan
-
-    sizes = sizes_to_try(answers, elements)
-    size = choose_size(sizes, planned)
-    seconds, plan = decided(size)
-    line = reason(size, sizes, answers)
-    assert plan.switch is not None
-    if size == sizes[-1] < answers and not plan.switch.keep_unsharded:
-        sizes = [size, *(more for more in sizes_to_try(answers) if more > size)]
-        larger = choose_size(sizes, planned)
-        cost, other = decided(larger)
-        if other.fits and cost <= seconds:
-            plan, line = other, reason(larger, sizes, answers)
-    return _with_line(plan, line)
-
-
-def _with_line(plan: MemoryPlan, line: str) -> MemoryPlan:
-    assert plan.switch is not None
-    return dataclasses.replace(plan, switch=plan.switch._replace(lines=(*plan.switch.lines, line)))
-
-
-def _with_named_tags(recipe: Recipe) -> Recipe:
-    """Return the recipe with its switch decided: tags stay and overlap only if keys name them."""
-    cycle = recipe.cycle
-    overlap = [] if cycle.overlap == "auto" else cycle.overlap
-    return switching(recipe, cycle.named, overlap, hand_over=cycle.hand_over != "never")
-
-
-def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
-    if recipe.trainer.keep_unsharded != "auto":
-        return _with_switch_decided(recipe, make_plan)
-    plan = _with_switch_decided(keeping(recipe, False), make_plan)
-    if not (gain := _gathering(plan, recipe)) or not _may_keep(plan, recipe):
-        return plan
-    kept = _with_switch_decided(keeping(recipe, True), make_plan)
-    assert plan.switch is not None and kept.switch is not None
-    fits = kept.fits and kept.peak.device_bytes <= kept.sure_room
-    return kept if fits and kept.switch.seconds < plan.switch.seconds + gain else plan
-
-
-def _gathering(plan: MemoryPlan, recipe: Recipe) -> float:
-    """Return the seconds of a step in which the trainer gathers and reduces again."""
-    params = recipe.cluster.size * _sizes(plan).get(PARAMS, 0)
-    return _GATHERED * params * recipe.regathers
-
-
-def _may_keep(plan: MemoryPlan, recipe: Recipe) -> bool:
-    """Return whether an update has room for half the parameters' bytes; unsharded ones take more.
-
-    This saves large models the time of a second plan.
+    Attributes:
+        recipe: The recipe.
+        make_plan: Returns the plan of decisions.
     """
-    gathered = recipe.cluster.size * _sizes(plan).get(PARAMS, 0) // 2
-    update = next(stage for stage in plan.stages if stage.stage == "update_actor")
-    tags = update.tags.get(PARAMS, 0) + update.tags.get(OPTIM, 0)
-    return tags + update.torch["trainer"] + update.contexts + gathered <= plan.sure_room
+
+    recipe: Recipe
+    make_plan: Callable[[Decisions], MemoryPlan]
+
+    def with_size(self, decisions: Decisions, elements: int) -> MemoryPlan:
+        """Decide the micro batch and the rest; `elements` are those of the longest sequence."""
+        answers = self.recipe.answers_per_update
+
+        def planned(size: int) -> MemoryPlan:
+            gathers = decisions.decided(micro_batch_size=size, keep_unsharded=False)
+            may = _may_hand_over(decisions)
+            return self._switched(gathers, decisions.resident, decisions.overlap, may)
+
+        def decided(size: int, sizes: list[int]) -> tuple[float, MemoryPlan]:
+            """Return the plan, and its seconds that depend on the size."""
+            line = {"micro_batch_size": reason(size, sizes, answers)}
+            plan = self.decided(decisions.decided(line, micro_batch_size=size))
+            kept = plan.decisions.keep_unsharded
+            return plan.exposed + (0 if kept else self._gathering(plan, size)), plan
+
+        sizes = sizes_to_try(answers, elements)
+        size = choose_size(sizes, planned)
+        seconds, plan = decided(size, sizes)
+        if size == sizes[-1] < answers and not plan.decisions.keep_unsharded:
+            sizes = [size, *(more for more in sizes_to_try(answers) if more > size)]
+            cost, other = decided(choose_size(sizes, planned), sizes)
+            if other.fits and cost <= seconds:
+                return other
+        return plan
+
+    def decided(self, decisions: Decisions) -> MemoryPlan:
+        """Decide what is open besides the micro batch."""
+        if "keep_unsharded" not in decisions.open:
+            return self._with_tags(decisions)
+        plan = self._with_tags(decisions.decided(keep_unsharded=False))
+        gain = self._gathering(plan, decisions.micro_batch_size)
+        if not gain or not self._may_keep(plan):
+            return plan
+        line = "kept from micro batch to micro batch: unsharded parameters and gradients"
+        kept = self._with_tags(decisions.decided({"keep_unsharded": line}, keep_unsharded=True))
+        fits = kept.fits and kept.peak.device_bytes <= kept.sure_room
+        return kept if fits and kept.exposed < plan.exposed + gain else plan
+
+    def _gathering(self, plan: MemoryPlan, micro_batch_size: int) -> float:
+        """Return the seconds of a step in which the trainer gathers and reduces again."""
+        params = self.recipe.cluster.size * _sizes(plan).get(PARAMS, 0)
+        return _GATHERED * params * self.recipe.regathers(micro_batch_size)
+
+    def _may_keep(self, plan: MemoryPlan) -> bool:
+        """Return whether an update has room for half the parameters' bytes; unsharded take more.
+
+        This saves large models the time of a second plan.
+        """
+        gathered = self.recipe.cluster.size * _sizes(plan).get(PARAMS, 0) // 2
+        update = next(stage for stage in plan.stages if stage.stage == "update_actor")
+        tags = update.tags.get(PARAMS, 0) + update.tags.get(OPTIM, 0)
+        return tags + update.torch["trainer"] + update.contexts + gathered <= plan.sure_room
+
+    def _switched(
+        self,
+        decisions: Decisions,
+        resident: Collection[str],
+        overlap: Collection[str] = (),
+        hand_over: bool = True,
+    ) -> MemoryPlan:
+        """Plan a switch; overlapped moves exclude a hand-over, and so do engines on other GPUs."""
+        hand_over = hand_over and not overlap and self.recipe.cluster.colocate
+        switch: dict[str, Any] = {"resident": tuple(resident), "overlap": tuple(overlap)}
+        return self.make_plan(replace(decisions, **switch, hand_over=hand_over))
+
+    def _with_tags(self, decisions: Decisions) -> MemoryPlan:
+        """Decide which tags stay, which moves are overlapped, and the hand-over."""
+        may = _may_hand_over(decisions)
+        offloaded = self._switched(decisions, (), hand_over=may)
+        resident = decisions.resident
+        if "resident" in decisions.open:
+            resident = decide(offloaded, self.recipe)
+        overlap, chosen = decisions.overlap, "overlap" in decisions.open
+        if chosen and (offloaded.grows and not decisions.hand_over):
+            overlap = [tag for tag in _leaving(offloaded, resident) if tag in TRAINED]
+        if overlap and (offloaded.fits or not chosen):
+            overlapped = self._switched(decisions, resident, overlap)
+            if not chosen or overlapped.peak.device_bytes <= overlapped.sure_room:
+                # The engine allocates its whole pool at the start, so the whole pool must fit.
+                kinds = offloaded.shortages.items()
+                whole = {kind: shortage for kind, shortage in kinds if kind == "engine"}
+                return replace(
+                    described(overlapped, self.recipe, decisions, offloaded, resident, overlap),
+                    most_kv_tokens=offloaded.most_kv_tokens,
+                    shortages=whole | dict(overlapped.shortages),
+                )
+        plan = offloaded
+        if resident:
+            plan = self._switched(decisions, resident, hand_over=may)
+        return described(plan, self.recipe, decisions, offloaded, resident)
 
 
-def _with_switch_decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
-    wish, hand_over = recipe.cycle, recipe.cycle.hand_over
-    may = hand_over != "never"
-    offloaded = make_plan(switching(recipe, (), hand_over=may))
-    resident = decide(offloaded, recipe) if wish.resident == "auto" else wish.resident
-    overlap: Sequence[str] = [] if hand_over == "always" else wish.overlap
-    if overlap == "auto":
-        leaving = _leaving(offloaded, resident) if offloaded.grows else []
-        overlap = [tag for tag in leaving if tag in TRAINED]
-    if overlap and (offloaded.fits or wish.overlap == overlap):
-        overlapped = make_plan(switching(recipe, resident, overlap))
-        if wish.overlap == overlap or overlapped.peak.device_bytes <= overlapped.sure_room:
-            # The engine allocates its whole pool at the start, so the whole pool must fit.
-            kinds = offloaded.shortages.items()
-            whole = {kind: shortage for kind, shortage in kinds if kind == "engine"}
-            return dataclasses.replace(
-                overlapped,
-                switch=describe(offloaded, recipe, resident, overlap),
-                most_kv_tokens=offloaded.most_kv_tokens,
-                shortages=whole | dict(overlapped.shortages),
-            )
-    plan = make_plan(switching(recipe, resident, hand_over=may)) if resident else offloaded
-    switch = describe(offloaded, recipe, resident, handed_over=plan.handed_over)
-    return dataclasses.replace(plan, switch=switch)
+def described(
+    plan: MemoryPlan,
+    recipe: Recipe,
+    decisions: Decisions,
+    offloaded: MemoryPlan,
+    resident: Collection[str],
+    overlap: Collection[str] = (),
+) -> MemoryPlan:
+    """Return a plan with its decisions, their reasons, and its cost.
+
+    `offloaded` is the plan with no resident tags.
+    """
+    sizes, leaves = _sizes(offloaded), _leaving(offloaded, resident)
+    overlap = tuple(tag for tag in leaves if tag in overlap)
+    seconds = _seconds(offloaded, recipe, resident, overlap)
+    # A hand-over cannot gain more than the driver takes.
+    nbytes = plan.handed_over
+    gain = min(_GAINED * (nbytes - _BREAK_EVEN), _remapping(offloaded, leaves))
+    hand_over = nbytes > 0 and (gain > 0 or decisions.hand_over)
+    seconds -= gain if hand_over else 0
+    reasons = {"resident": _staying(offloaded, recipe, leaves)}
+    if recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
+        reasons["resident"] += f"\nexposed: {1000 * seconds:.0f} ms a step"
+    if overlap:
+        reasons["overlap"] = _overlapping(recipe, overlap)
+    if nbytes:
+        reasons["hand_over"] = _handing(nbytes, gain, hand_over)
+    made = replace(
+        decisions,
+        resident=tuple(tag for tag in sizes if tag in resident),
+        overlap=overlap,
+        hand_over=hand_over,
+        reasons={**decisions.reasons, **reasons},
+        open=frozenset(),
+    )
+    return replace(plan, decisions=made, exposed=seconds)
+
+
+def _may_hand_over(decisions: Decisions) -> bool:
+    return "hand_over" in decisions.open or decisions.hand_over
 
 
 def decide(plan: MemoryPlan, recipe: Recipe) -> tuple[str, ...]:
@@ -169,51 +216,24 @@ def decide(plan: MemoryPlan, recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def describe(
-    plan: MemoryPlan,
-    recipe: Recipe,
-    resident: Collection[str],
-    overlap: Collection[str] = (),
-    handed_over: int = 0,
-) -> Switch:
-    """Return a switch with its cost and its lines for a reader.
-
-    The plan is that of the recipe with `cycle.resident` empty. `handed_over` is the bytes that can
-    go to the other side instead of the driver.
-    """
+def _staying(plan: MemoryPlan, recipe: Recipe, leaves: Collection[str]) -> str:
+    """Return lines about the tags that stay and leave; the plan has no resident tags."""
     sizes = _sizes(plan)
-    leaves = _leaving(plan, resident)
-    stays = [tag for tag in sizes if tag not in leaves]
-    overlap = tuple(tag for tag in leaves if tag in overlap)
-    seconds = _seconds(plan, recipe, resident, overlap)
-    lines = [f"stays: {_listed(stays, sizes)}"]
+    line = f"stays: {_listed([tag for tag in sizes if tag not in leaves], sizes)}"
     if not recipe.cluster.colocate:
-        lines[0] += "; engines stay awake on GPUs of their own"
-    if recipe.cycle.alias == "always":
-        lines[0] += "; weights are the trainer's own pages"
-    lines.append(f"leaves: {_listed(leaves, sizes)}")
+        line += "; engines stay awake on GPUs of their own"
+    line += f"\nleaves: {_listed(leaves, sizes)}"
     if leaves:
         stage, peak = _peak(plan, tuple(sizes))
         whole = f"if all tags stayed, {stage} would take {peak / GIB:.1f} GiB"
-        lines[-1] += f"; {whole} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
-    if overlap:
-        back = ", ".join(_ahead(recipe, overlap)) or "nothing"
-        lines.append(
-            f"overlapped: {', '.join(overlap)} leave during generation; back during scoring: {back}"
-        )
-    # A hand-over cannot gain more than the driver takes.
-    gain = min(_GAINED * (handed_over - _BREAK_EVEN), _remapping(plan, leaves))
-    hand_over = handed_over > 0 and (gain > 0 or recipe.cycle.hand_over == "always")
-    if handed_over:
-        lines.append(_handing(handed_over, gain, hand_over))
-    if keeps := recipe.trainer.keep_unsharded is True:
-        lines.append("kept from micro batch to micro batch: unsharded parameters and gradients")
-    seconds -= gain if hand_over else 0
-    if recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
-        lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
-    resident = tuple(tag for tag in sizes if tag in resident)
-    size = recipe.micro_batch_size
-    return Switch(resident, overlap, hand_over, seconds, keeps, size, tuple(lines))
+        line += f"; {whole} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
+    return line
+
+
+def _overlapping(recipe: Recipe, overlap: Collection[str]) -> str:
+    back = ", ".join(_ahead(recipe, overlap)) or "nothing"
+    leave = f"overlapped: {', '.join(overlap)} leave during generation"
+    return f"{leave}; back during scoring: {back}"
 
 
 def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
@@ -288,7 +308,7 @@ def _seconds(
     sizes, leaves = _sizes(plan), _leaving(plan, resident)
     copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
     copied -= sum(sizes[tag] for tag in [*overlap, *_ahead(recipe, overlap)])
-    written = 0 if recipe.cycle.alias == "always" else sizes.get("weights", 0)
+    written = 0 if plan.decisions.alias else sizes.get("weights", 0)
     mapping = _remapping(plan, leaves)
     return copied / plan.gpu.link + mapping + written * _SYNCED + _MESSAGES
 

@@ -1,6 +1,5 @@
 """Preparation of a run: resolve and check device, model, tokenizer, task and pool size."""
 
-import dataclasses
 import importlib.util
 import shutil
 import tempfile
@@ -10,13 +9,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LORA_MODULES, LoraSection
 from recipes.errors import RecipeError, one_line, refused, shown, writable
+from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import (
     describe_random_model,
     find_model,
@@ -36,12 +37,9 @@ from rollout.model import (
     load_model_config,
     longest_context,
     open_tensors,
-    whole_manifest,
 )
-from trainer_bridge import TrainerConfig
 from trainer_bridge.config import INSTALL_OPTIM
-from trainer_bridge.exact import why_not_exact
-from trainer_bridge.models import FLASH, check_layout, lora_target_names
+from trainer_bridge.models import lora_target_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,8 @@ class Setup:
     """A recipe that can run on this machine.
 
     Attributes:
-        recipe: The recipe, with `cycle.alias` and `exact` decided.
+        recipe: The recipe.
+        decisions: What is decided where its keys say auto. `recipes.planner.decide` makes the last.
         tasks: The sets of problems, without those whose prompts are too long.
         tokenizer: The model's tokenizer.
         model_dir: Folder of the model.
@@ -58,10 +57,10 @@ class Setup:
         max_request_tokens: Tokens of the longest prompt and answer.
         template: Chat template of the prompts; None: they are plain text.
         started: Start of the run, the present of chat templates.
-        not_exact: Why exact=auto became false; empty if it did not.
     """
 
     recipe: Recipe
+    decisions: Decisions
     tasks: Tasks
     tokenizer: Any
     model_dir: Path
@@ -70,12 +69,33 @@ class Setup:
     max_request_tokens: int
     template: str | None = None
     started: datetime = field(default_factory=datetime.now)
-    not_exact: str = ""
 
     @property
     def longest_prompt(self) -> int:
         """Return the tokens of the longest prompt."""
         return self.max_request_tokens - self.recipe.sampling.max_tokens
+
+    @property
+    def scores_in_update(self) -> bool:
+        """Return whether the step's update computes the log-probabilities that it compares with.
+
+        True for a step with one update, unless a correction or a KL penalty in the rewards needs
+        them before it. In an exact run, the rollout's serve for the penalty.
+        """
+        recipe = self.recipe
+        penalized = recipe.loss.kl_coef and recipe.kl_in == "reward" and not self.decisions.exact
+        needed = recipe.correction_mode != "none" or penalized
+        return recipe.updates_per_step == 1 and not needed
+
+    @property
+    def scores_before_update(self) -> bool:
+        """Return whether a pass before the updates computes the trainer's log-probabilities."""
+        return self.recipe.correction_mode != "bypass" and not self.scores_in_update
+
+    @property
+    def logprobs_field(self) -> Literal["old_logprobs", "rollout_logprobs"]:
+        """Return the field of the update's batch that has the answers' log-probabilities."""
+        return "rollout_logprobs" if self.scores_in_update else "old_logprobs"
 
     def prompt_digests(self) -> dict[str, int]:
         """Return digests of what decides a run's prompts and rewards."""
@@ -86,13 +106,19 @@ class Setup:
         return first_change(self.recipe, self.tasks, self.prompt_digests(), saved)
 
 
-def prepare(recipe: Recipe, run_dir: Path, started: datetime | None = None) -> Setup:
+def prepare(
+    recipe: Recipe,
+    run_dir: Path,
+    started: datetime | None = None,
+    before: Decisions | None = None,
+) -> Setup:
     """Check a recipe against this machine; write a random model's files to `run_dir`/model.
 
     Args:
         recipe: The recipe.
         run_dir: Folder of the run.
         started: Start of the run, which a chat template may write; None: now.
+        before: Decisions of the run's earlier steps, if there are any.
 
     Returns:
         The prepared run.
@@ -122,8 +148,7 @@ def prepare(recipe: Recipe, run_dir: Path, started: datetime | None = None) -> S
             context = longest_context(config)
             _check_heads(recipe, config.num_attention_heads)
         _check_weights(recipe, model_dir)
-        recipe = with_alias_decided(recipe, model_dir)
-        recipe, not_exact = with_exact_decided(recipe, model_dir, device)
+        decisions = first_decisions(recipe, model_dir, device, before)
         whose = f" ({shown(repr(widest.text), 60)})"
         lengths = list(map(_length, tasks.problems()))
         named: Any = {"whose": whose, "shorter": partial(_leaving_out, lengths)}
@@ -135,6 +160,7 @@ def prepare(recipe: Recipe, run_dir: Path, started: datetime | None = None) -> S
                 model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
     return Setup(
         recipe=recipe,
+        decisions=decisions,
         tasks=tasks,
         tokenizer=tokenizer,
         model_dir=model_dir,
@@ -143,81 +169,7 @@ def prepare(recipe: Recipe, run_dir: Path, started: datetime | None = None) -> S
         max_request_tokens=longest + recipe.sampling.max_tokens,
         template=form.template,
         started=started,
-        not_exact=not_exact,
     )
-
-
-def with_alias_decided(recipe: Recipe, model_dir: Path) -> Recipe:
-    """Return the recipe with `cycle.alias` decided.
-
-    auto becomes always if the engine can serve the trainer's own pages.
-
-    Raises:
-        RecipeError: The recipe says always, and the engine cannot serve them.
-    """
-    wish = recipe.cycle.alias
-    why_not = None if wish == "never" else _why_not_alias(recipe, model_dir)
-    if wish == "always" and why_not is not None:
-        raise RecipeError(f"cycle.alias=always: {why_not}; set cycle.alias=auto")
-    never = wish == "never" or why_not is not None
-    cycle = dataclasses.replace(recipe.cycle, alias="never" if never else "always")
-    return dataclasses.replace(recipe, cycle=cycle)
-
-
-def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
-    if recipe.engine.hosted:
-        return f"engine.kind={recipe.engine.kind} has buffers among its weights"
-    if recipe.cluster.size > 1:
-        return f"the trainer's pages are shards on {recipe.cluster.size} devices"
-    if recipe.cluster.apart:
-        return f"{recipe.cluster.apart} engine ranks are on other devices"
-    if recipe.lora.rank:
-        return "the engine serves merged adapters, not the trainer's pages"
-    own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
-    if own != recipe.model.dtype:
-        return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
-    if "weights" in recipe.cycle.named:
-        return "cycle.resident names weights, whose pages go back to the trainer"
-    config = TrainerConfig(
-        model_path=str(model_dir),
-        dtype=recipe.trainer.dtype,
-        param_dtype=recipe.model.dtype,
-        optimizer_offload=recipe.trainer.optimizer_offload,
-    )
-    try:
-        manifest = whole_manifest(load_model_config(model_dir), config.torch_model_dtype)
-        check_layout(config, manifest)
-    except ValueError as error:
-        return one_line(error)
-    return None
-
-
-def with_exact_decided(
-    recipe: Recipe, model_dir: Path, device: str | None = None
-) -> tuple[Recipe, str]:
-    """Return the recipe with `exact` decided, and why auto became false, else an empty text.
-
-    auto becomes warn if device, keys and model allow exact runs. Without `device`, it is a GPU of a
-    plan.
-    """
-    if recipe.exact != "auto":
-        return recipe, ""
-    why = _why_not_exact(recipe, model_dir, device)
-    return dataclasses.replace(recipe, exact=False if why else "warn"), why
-
-
-def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
-    if device == "cpu":
-        return "needs a GPU"
-    if recipe.not_exact:
-        return f"excludes {recipe.not_exact}"
-    # The backward pass of exact runs is FlashAttention's.
-    if device and torch.cuda.get_device_capability(device) < FLASH:
-        return f"needs a GPU of compute capability {FLASH[0]}.{FLASH[1]}"
-    try:
-        return why_not_exact(load_model_config(model_dir))
-    except ValueError as error:
-        return f"needs a model that the native engine supports: {one_line(error)}"
 
 
 def encoded_tasks(

@@ -14,9 +14,10 @@ from rich.console import Console
 
 import recipes
 from recipes.cli import main
+from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.planner.command import plan_of, print_plan
-from recipes.planner.memory_plan import MemoryPlan, Shortage, Switch, remedied
+from recipes.planner.memory_plan import MemoryPlan, Shortage, remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
 from tests.helpers.docs.pages import ROOT
@@ -89,7 +90,7 @@ def test_plan_of_forced_overlap_equals_measurement() -> None:
     words = ["cluster.n_gpus_per_node=2", "engine.mem_fraction_static=0.92", "driver=ray"]
     words += ["trainer.micro_batch_size=2"]
     plan = plan_of(recipes.load(PLANS / "qwen2.5-7b-h200.yaml", words), "forced", gpu=None)
-    assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
+    assert plan.decisions.overlap == ("params", "optim")
     sleep = next(stage for stage in plan.stages if stage.stage == "sleep")
     assert sleep.device_bytes / GIB == pytest.approx(31.9, rel=0.03)
 
@@ -98,7 +99,7 @@ def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
     """Compare with 52.71 GiB at each stage on one H100 with two Ray actors."""
     recipe = recipes.load("qwen3-30b-a3b-cut", ["driver=ray"])
     plan = plan_of(recipe, "qwen3-30b-a3b-cut", gpu="h100-80gb")
-    assert plan.switch is not None and not plan.switch.overlap
+    assert not plan.decisions.overlap
     assert len(plan.stages) == 9
     for stage in plan.stages:
         assert 0.99 * 52.71 <= stage.device_bytes / GIB <= 1.03 * 52.71, stage.stage
@@ -210,7 +211,7 @@ def test_remedy_names_only_changes_that_reduce_its_shortage_and_increase_no_othe
     short = Shortage(GIB, "update_actor is short of 1.0 GiB", "take a larger GPU", ways)
     planned = plan_of(recipe, "tiny", gpu=None)
 
-    def replan(changed: Recipe) -> MemoryPlan:
+    def replan(changed: Recipe, made: Decisions) -> MemoryPlan:
         if changed.lora.rank:
             raise recipes.RecipeError("no such layers")
         host = {"host": short} if changed.trainer.optimizer_offload else {}
@@ -259,10 +260,9 @@ def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
 
 def test_text_in_square_brackets_is_printed_unchanged() -> None:
     plan = plan_of(recipes.load("tiny", SMALL), "a[bold]b", gpu=None)
-    assert plan.switch is not None
-    switch = Switch(*plan.switch[:-1], lines=["stays: [optim]"])
+    made = replace(plan.decisions, reasons={"resident": "stays: [optim]"})
     shortages = {"trainer": Shortage(1, "short", "set cycle.resident=[params]")}
-    plan = replace(plan, switch=switch, notes=("[/] and [red]",), shortages=shortages)
+    plan = replace(plan, decisions=made, notes=("[/] and [red]",), shortages=shortages)
     console = Console(width=200, file=io.StringIO())
     print_plan(plan, console)
     printed = console.file.getvalue()

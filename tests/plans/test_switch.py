@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, combinations
@@ -16,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recipes
-from recipes.config.load import recipe_text
+from recipes.config.decisions import Decisions
 from recipes.config.sections import CycleSection
-from recipes.logs.run_folder import RunFolder
-from recipes.planner.command import plan_apart, plan_of
-from recipes.planner.memory_plan import MemoryPlan, Switch
-from recipes.planner.micro_batch import UNPLANNED
+from recipes.planner import plan_apart
+from recipes.planner.command import plan_of
+from recipes.planner.decide import decide as decide_run
+from recipes.planner.memory_plan import MemoryPlan
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
-from recipes.planner.switch_plan import decide, describe
-from recipes.run import decide_switch
-from recipes.setup.model_files import meta_model
+from recipes.planner.switch_plan import decide, described
+from recipes.setup.model_decisions import UNPLANNED, first_decisions
+from recipes.setup.model_files import describe_random_model, meta_model, toy_tokenizer
 from recipes.setup.pool import pool_grows, rank_kv_layout
-from recipes.setup.preparation import prepare, with_alias_decided
+from recipes.setup.preparation import Setup, prepare
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}
@@ -64,11 +63,12 @@ def made_up(sizes: dict[str, int], cache: int, total: int) -> MemoryPlan:
         stages.append(StagePlan(stage=stage, **rest))
     gpu = Gpu("any", total * GIB, 0, 0, GIB, measured=False)
     facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "notes": ()}
-    return MemoryPlan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
+    facts |= {"gpu": gpu, "devices": 1, "stages": tuple(stages)}
+    return MemoryPlan(name="any", decisions=Decisions.named(RECIPE), **facts)
 
 
-def decided(plan: MemoryPlan) -> Switch:
-    return describe(plan, RECIPE, decide(plan, RECIPE))
+def decided(plan: MemoryPlan) -> Decisions:
+    return described(plan, RECIPE, plan.decisions, plan, decide(plan, RECIPE)).decisions
 
 
 @given(
@@ -120,22 +120,24 @@ def test_hand_over_gains_the_measured_time_and_auto_uses_it_if_positive(
     sizes = dict.fromkeys((*SAVED, *DROPPED), 50)
     plan, handed = made_up(sizes, cache=1, total=80), int(nbytes * GIB)
     recipe = replace(RECIPE, cycle=CycleSection(resident=[], hand_over=wish))
-    driver = describe(plan, recipe, [])
-    assert not driver.hand_over and "driver" not in " ".join(driver.lines)
-    switch = describe(plan, recipe, [], handed_over=handed)
-    assert switch.hand_over == (gain > 0 or wish == "always")
-    expected = gain if switch.hand_over else 0
-    assert driver.seconds - switch.seconds == pytest.approx(expected, abs=1e-4)
+    given = recipe, Decisions.named(recipe), plan, []
+    driver = described(plan, *given)
+    assert not driver.decisions.hand_over and "driver" not in " ".join(driver.decisions.lines)
+    handing = described(replace(plan, handed_over=handed), *given)
+    assert handing.decisions.hand_over == (gain > 0 or wish == "always")
+    expected = gain if handing.decisions.hand_over else 0
+    assert driver.exposed - handing.exposed == pytest.approx(expected, abs=1e-4)
     change = f"{1000 * abs(gain):.0f} ms {'less' if gain > 0 else 'more'}"
-    assert (
-        change in switch.lines[2] and ("gains above 7.4 GiB" in switch.lines[2]) != switch.hand_over
-    )
+    line = handing.decisions.reasons["hand_over"]
+    assert change in line and ("gains above 7.4 GiB" in line) != handing.decisions.hand_over
 
 
 def test_hand_over_gains_at_most_the_time_of_the_driver() -> None:
     plan = made_up(dict.fromkeys((*SAVED, *DROPPED), 5), cache=0, total=80)
     recipe = replace(RECIPE, cycle=CycleSection(resident=[]))
-    gained = [describe(plan, recipe, [], handed_over=n * GIB).seconds for n in (0, 15, 1000)]
+    plans = [replace(plan, handed_over=count * GIB) for count in (0, 15, 1000)]
+    made = Decisions.named(recipe)
+    gained = [described(each, recipe, made, plan, []).exposed for each in plans]
     assert gained[0] - gained[1] == gained[0] - gained[2] == pytest.approx(20 * 1.6e-3)
 
 
@@ -156,12 +158,12 @@ def test_plan_hands_over_as_the_cycle_does_and_gives_its_reason() -> None:
     engine = most["weights"] + most["kv_cache"] + most["cuda_graph"]
     into = min(most["optim"], most["weights"]), min(most["params"], most["kv_cache"])
     assert plan.handed_over == sum(into) + min(engine, most["params"]) > 0
-    assert plan.switch is not None and not plan.switch.hand_over
-    assert plan.switch.lines[2].startswith("through the driver: handing ")
+    assert not plan.decisions.hand_over
+    assert plan.decisions.reasons["hand_over"].startswith("through the driver: handing ")
     always, never = planned("cycle.hand_over=always"), planned("cycle.hand_over=never")
-    assert always.switch is not None and always.switch.hand_over and never.handed_over == 0
-    assert always.switch.lines[2].startswith("handed over: ")
-    assert never.switch is not None and len(never.switch.lines) == 3
+    assert always.decisions.hand_over and never.handed_over == 0
+    assert always.decisions.reasons["hand_over"].startswith("handed over: ")
+    assert not never.decisions.hand_over and "hand_over" not in never.decisions.reasons
 
 
 def test_optimizer_on_the_host_is_planned_in_host_memory() -> None:
@@ -181,54 +183,62 @@ def test_optimizer_on_the_host_is_planned_in_host_memory() -> None:
 
 def test_switch_lines_name_resident_and_leaving_tags_with_reasons() -> None:
     recipe = recipes.load(FEW[0], [*FEW[1:], "cycle.alias=never"])
-    roomy = plan_of(recipe, "roomy", gpu="h100-80gb").switch
-    tight = plan_of(recipe, "tight", gpu=str(13 * GIB))
-    assert roomy is not None and tight.switch is not None and tight.fits
+    plans = [plan_of(recipe, "any", gpu=gpu) for gpu in ("h100-80gb", str(13 * GIB))]
+    roomy, tight = (plan.decisions for plan in plans)
+    assert plans[1].fits and plans[1].exposed > 5 * plans[0].exposed > 0
     assert set(roomy.resident) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
-    assert roomy.lines[1] == "leaves: nothing" and "own pages" not in roomy.lines[0]
-    assert not {"params", "optim"} <= {*tight.switch.resident}
-    assert "if all tags stayed, update_actor would take" in tight.switch.lines[1]
-    assert tight.switch.seconds > 5 * roomy.seconds > 0
-    assert tight.as_json()["switch"]["resident"] == tight.switch.resident
+    assert roomy.lines[1] == "leaves: nothing" and not roomy.alias
+    assert not {"params", "optim"} <= {*tight.resident}
+    assert "if all tags stayed, update_actor would take" in tight.lines[1]
+    assert plans[1].as_json()["decisions"]["resident"] == tight.resident
 
 
 @pytest.mark.parametrize(
     ("more", "alias"),
-    [([], "always"), (["lora.rank=4"], "never"), (["trainer.dtype=bfloat16"], "never")],
+    [([], True), (["lora.rank=4"], False), (["trainer.dtype=bfloat16"], False)],
     ids=["alike", "adapters", "another dtype"],
 )
 def test_alias_on_one_device_needs_pages_of_the_models_dtype(
-    more: list[str], alias: str, tmp_path: Path
+    more: list[str], alias: bool, tmp_path: Path
 ) -> None:
-    assert prepare(recipes.load("tiny", ["cycle.alias=auto", *more]), tmp_path).recipe.cycle == (
-        CycleSection(resident=[], alias=alias)
-    )
-    if alias == "never":
+    recipe = recipes.load("tiny", ["cycle.alias=auto", *more])
+    assert prepare(recipe, tmp_path).decisions.alias == alias
+    if not alias:
         with pytest.raises(
             recipes.RecipeError, match=r"cycle.alias=always: .* set cycle.alias=auto"
         ):
             prepare(recipes.load("tiny", ["cycle.alias=always", *more]), tmp_path)
 
 
-def test_plan_apart_returns_switch_and_shortages_in_any_working_directory(
+def prepared(words: list[str], folder: Path, device: str = "cuda:0", **made: Any) -> Setup:
+    """Return what `decide` needs of a prepared run, with further decisions of earlier steps."""
+    recipe = recipes.load("tiny", words)
+    describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), folder)
+    decisions = first_decisions(recipe, folder, None, Decisions.lasting(made))
+    given = {"recipe": recipe, "decisions": decisions, "model_dir": folder, "device": device}
+    setup: Any = SimpleNamespace(**given, longest_prompt=9)
+    return setup  # type: ignore[no-any-return]
+
+
+def test_decisions_of_a_plan_in_any_working_directory_are_those_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plan in a working directory with another package `recipes`."""
+    """Plan beside another package `recipes` in the working directory, with a known micro batch."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    long = ["sampling.max_tokens=20", "engine.kv_tokens=16"]
-    recipe = recipes.load(FEW[0], [*FEW[1:], *long])
-    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
-    recipe = replace(recipe, cycle=replace(recipe.cycle, alias="always"))
-    recipe = replace(recipe, trainer=replace(recipe.trainer, micro_batch_size=2))  # resumed
-    decided = plan_apart(tmp_path, 80 * GIB, recipe, 9)
-    assert decided.micro_batch_size == 2
-    written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["switch"]["resident"] == decided.resident and "optim" in decided.resident
-    assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
-    assert not written["fits"] and "too small for one request of" in written["needs"][0]
-    assert decided.lines[-1] == f"does not fit: {written['needs'][0]}"
+    words = [*FEW[1:], "sampling.max_tokens=20", "engine.kv_tokens=16"]
+    words.append("trainer.micro_batch_size=auto")
+    setup = prepared(words, tmp_path, micro_batch_size=2)
+    made, plan = decide_run(setup, 80 * GIB)
+    assert plan is not None and not plan.fits and plan.decisions == made
+    assert made.micro_batch_size == 2 and "optim" in made.resident and made.alias
+    assert "alias: weights are the trainer's own pages" in made.lines and not made.hand_over
+    assert "too small for one request of" in plan.needs[0]
+    assert plan.unfit == [f"does not fit: {plan.needs[0]}"]
+    words.append("trainer.micro_batch_size=2")
+    same = plan_of(recipes.load("tiny", words), "any", gpu=str(80 * GIB), prompt=9)
+    assert same.decisions == made and same.needs == plan.needs
 
 
 def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
@@ -240,41 +250,32 @@ def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
     reasons = {"/bin/false": "exit status 1", str(hangs): "it took more than 0.1 s"}
     for python, why in reasons.items():
         monkeypatch.setattr("sys.executable", python)
+        if python == str(hangs):
+            monkeypatch.setattr(plan_apart, "PATIENCE", 0.1)
         for words in ([], ["cycle.resident=[params]", "cycle.overlap=[optim]"]):
-            recipe = recipes.load(FEW[0], [*FEW[1:], *words])
-            patience = 0.1 if python == str(hangs) else 60.0
-            decided = plan_apart(tmp_path, 80 * GIB, recipe, 9, patience)
-            assert decided.resident == recipe.cycle.named and not decided.hand_over
-            assert decided.overlap == (["optim"] if words else [])
-            assert decided.lines[0].endswith(f"there is no plan: {why}")
+            setup = prepared([*FEW[1:], "trainer.keep_unsharded=auto", *words], tmp_path)
+            made, _ = decide_run(setup, 80 * GIB)
+            assert [*made.resident] == setup.recipe.cycle.named and not made.hand_over
+            assert [*made.overlap] == (["optim"] if words else []) and not made.open
+            assert made.reasons["resident"].endswith(f"there is no plan: {why}")
 
 
-def test_run_with_hosted_engine_is_planned_with_its_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_hosted_engine_is_planned_with_its_measurement(tmp_path: Path) -> None:
     """Plan with two measurements, of which the larger leaves no room for the moments."""
-    recipe = recipes.load(FEW[0], [*FEW[1:], "engine.kind=vllm"])
-    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
-    gpu = SimpleNamespace(total_memory=20 * GIB)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    setup: Any = SimpleNamespace(
-        recipe=with_alias_decided(recipe, tmp_path), device="cuda:0", longest_prompt=9
-    )
+    words = [*FEW[1:], "engine.kind=vllm"]
     resident = []
     for outside in (2 * GIB, 12 * GIB):
-        monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
-        decided = decide_switch(setup, RunFolder(tmp_path), monitor)
-        written = json.loads((tmp_path / "plan.json").read_text())
-        assert written["outside"]["measured"] == outside and decided.overlap == []
-        assert {stage["used_bytes"] > outside for stage in written["stages"]} == {True}
-        resident.append(decided.resident)
-        assert decided.lines[0].startswith("stays: ")
+        made, plan = decide_run(prepared(words, tmp_path), 20 * GIB, outside)
+        assert plan is not None and plan.outside is not None
+        assert plan.outside["measured"] == outside and not made.overlap
+        assert {stage.device_bytes > outside for stage in plan.stages} == {True}
+        resident.append([*made.resident])
+        assert made.reasons["resident"].startswith("stays: ")
     assert resident[0] == ["params", "optim", "weights", "kv_cache", "cuda_graph"]
     assert "optim" not in resident[1]
-    named = {"resident": ["params"], "hand_over": "always"}
-    setup.recipe = replace(recipe, cycle=replace(recipe.cycle, **named))
-    decided = decide_switch(setup, RunFolder(tmp_path), monitor)
-    assert (decided.resident, decided.overlap, decided.hand_over) == (["params"], [], True)
+    named = ["cycle.resident=[params]", "cycle.hand_over=always"]
+    made, _ = decide_run(prepared([*words, *named], tmp_path), 20 * GIB, 2 * GIB)
+    assert ([*made.resident], [*made.overlap], made.hand_over) == (["params"], [], True)
 
 
 @pytest.mark.parametrize(
@@ -302,25 +303,21 @@ def test_run_with_hosted_engine_is_planned_with_its_measurement(
     ],
 )
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-def test_run_is_planned_only_if_a_key_of_its_switch_is_auto(
+def test_run_is_planned_only_if_a_decision_is_open(
     words: str, planned: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipes.load("tiny", ["device=auto", "cycle.resident=auto", *words.split()])
-    gpu = SimpleNamespace(total_memory=80 * GIB)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    switch = object()
-    monkeypatch.setattr("recipes.run.plan_apart", lambda *_: switch)
-    setup: Any = SimpleNamespace(recipe=recipe, device=device, longest_prompt=9)
-    monitor: Any = None
-    decided = decide_switch(setup, RunFolder(tmp_path), monitor)
+    setup = prepared(["device=auto", "cycle.resident=auto", *words.split()], tmp_path, device)
+    plan = MemoryPlan(**{**vars(made_up({}, 0, 80)), "decisions": Decisions(alias=True)})
+    monkeypatch.setattr("recipes.planner.decide.plan_apart", lambda *_: plan)
+    made, _ = decide_run(setup, 80 * GIB if device == "cuda:0" else None)
     if device == "cuda:0" and planned:
-        assert decided is switch
-    else:
-        assert decided.resident == (recipe.resident_tags() if not words else ["optim"])
-        assert not decided.hand_over
-        auto = recipe.trainer.micro_batch_size == "auto"
-        assert decided.micro_batch_size == (4 if auto else recipe.trainer.micro_batch_size)
-        assert (UNPLANNED in decided.lines) == auto
+        assert made is plan.decisions
+        return
+    assert [*made.resident] == (setup.recipe.present_tags() if not words else ["optim"])
+    assert not made.hand_over and not made.open
+    auto = setup.recipe.trainer.micro_batch_size == "auto"
+    assert made.micro_batch_size == (4 if auto else setup.recipe.trainer.micro_batch_size)
+    assert (UNPLANNED in made.lines) == auto
 
 
 @pytest.mark.parametrize(
@@ -336,10 +333,10 @@ def test_unsharded_parameters_are_kept_if_they_fit_and_save_more_than_they_cost(
 ) -> None:
     """Beside them on 15 GiB, the engine's weights leave; on 14 GiB they never fit."""
     words = [*FEW[1:], "cycle.alias=never", "trainer.keep_unsharded=auto", *words]
-    switch = plan_of(recipes.load("tiny", words), "any", gpu=str(gib * GIB)).switch
-    assert switch is not None and switch.keep_unsharded == keeps
-    assert keeps == any(line.startswith("kept from micro batch") for line in switch.lines)
-    assert ("weights" in switch.resident) == (gib == 15 and not keeps)
+    made = plan_of(recipes.load("tiny", words), "any", gpu=str(gib * GIB)).decisions
+    assert made.keep_unsharded == keeps
+    assert keeps == any(line.startswith("kept from micro batch") for line in made.lines)
+    assert ("weights" in made.resident) == (gib == 15 and not keeps)
 
 
 def test_leaving_tags_are_overlapped_if_they_fit_with_the_weights() -> None:
@@ -347,27 +344,24 @@ def test_leaving_tags_are_overlapped_if_they_fit_with_the_weights() -> None:
     words = [*FEW[1:], "cycle.alias=never", "engine.kv_tokens=16000000", "cycle.resident=[params]"]
     words += ["cycle.overlap=auto"]
 
-    def planned(*more: str) -> tuple[MemoryPlan, Switch]:
+    def planned(*more: str) -> tuple[MemoryPlan, Decisions]:
         plan = plan_of(recipes.load("tiny", [*words, *more]), "any", gpu=str(14 * GIB))
-        assert plan.switch is not None
-        return plan, plan.switch
+        return plan, plan.decisions
 
-    (plan, overlapped), (_, serial) = planned(), planned("cycle.overlap=[]")
-    assert overlapped.resident == serial.resident and (overlapped.overlap, serial.overlap) == (
-        ("optim",),
-        (),
-    )
-    assert overlapped.lines[2] == (
+    (plan, overlapped), (plain, serial) = planned(), planned("cycle.overlap=[]")
+    assert overlapped.resident == serial.resident
+    assert (overlapped.overlap, serial.overlap) == (("optim",), ())
+    assert overlapped.reasons["overlap"] == (
         "overlapped: optim leave during generation; back during scoring: optim"
     )
     moments = max(stage.tags["optim"] for stage in plan.stages)
-    assert serial.seconds - overlapped.seconds == pytest.approx(2 * moments / plan.gpu.link)
+    assert plain.exposed - plan.exposed == pytest.approx(2 * moments / plan.gpu.link)
 
 
 def test_named_overlap_is_planned_even_if_it_does_not_fit() -> None:
     words = ["cycle.overlap=[params,optim]", "cycle.resident=[]", "cycle.alias=never"]
     plan = plan_of(recipes.load("tiny", words), "short", gpu=str(2 * GIB))
-    assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
+    assert plan.decisions.overlap == ("params", "optim")
     assert "begin_offload" in {stage.stage for stage in plan.stages}
     assert any("is short of" in need for need in plan.needs)
 

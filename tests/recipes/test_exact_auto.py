@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import types
-from functools import partial
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from recipes.config.decisions import Decisions
 from recipes.config.load import load
+from recipes.config.recipe import Recipe
+from recipes.logs.report_page import render_page
 from recipes.planner.command import plan_of
 from recipes.run import continue_run, start_run
+from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
-from recipes.setup.preparation import with_exact_decided
+from recipes.setup.preparation import Setup
 from rollout import Engine
 from tests.helpers.recipes.tiny_runs import rows
 
@@ -21,7 +26,7 @@ MIXTURE = "model.config.model_type=qwen3_moe model.config.num_experts=8"
 TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 SMALL = (*HALF, "grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "eval.every=0")
 SMALL += ("checkpoint.every=1", "checkpoint.export_every=null")
-DECIDES = "recipes.setup.preparation.with_exact_decided"
+DECIDES = "recipes.setup.preparation.first_decisions"
 
 
 @pytest.mark.parametrize(
@@ -51,12 +56,13 @@ DECIDES = "recipes.setup.preparation.with_exact_decided"
 def test_auto_is_on_where_nothing_excludes_it(words: str, why: str, tmp_path: Path) -> None:
     recipe = load("tiny", [*HALF, *words.split()])
     describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), tmp_path)
-    assert recipe.exact_mode is False  # not decided yet
-    decided, reason = with_exact_decided(recipe, tmp_path)
-    assert decided.exact == decided.exact_mode == (False if why else "warn")
-    assert reason.startswith(why) and bool(reason) == bool(why)
+    made = first_decisions(recipe, tmp_path, None)
+    assert made.exact == (False if why else "warn")
+    off = f"exact: off, because auto {why}"
+    assert made.reasons["exact"].startswith(off if why else "exact: differences are counted")
     if not why:
-        assert decided.scores_in_update and not decided.scores_before_update
+        setup: Any = SimpleNamespace(recipe=recipe, decisions=made)
+        assert Setup.scores_in_update.fget(setup)  # type: ignore[attr-defined]
 
 
 def test_auto_needs_a_gpu_with_flash_attention(
@@ -65,15 +71,18 @@ def test_auto_needs_a_gpu_with_flash_attention(
     recipe = load("tiny", HALF)
     describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), tmp_path)
     for major, minor, exact in ((7, 5, False), (8, 0, "warn"), (9, 0, "warn")):
-        gpu = types.SimpleNamespace(major=major, minor=minor)
+        gpu = SimpleNamespace(major=major, minor=minor)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)
-        decided, why = with_exact_decided(recipe, tmp_path, "cuda:0")
-        assert decided.exact == exact
-        assert why == ("" if exact else "needs a GPU of compute capability 8.0")
-        assert with_exact_decided(recipe, tmp_path, "cpu")[0].exact is False
+        made = first_decisions(recipe, tmp_path, "cuda:0")
+        assert made.exact == exact
+        why = "needs a GPU of compute capability 8.0"
+        assert made.reasons["exact"].endswith("counted" if exact else why)
+        assert first_decisions(recipe, tmp_path, "cpu").exact is False
     for value in ("true", "warn", "false"):
         named = load("tiny", [*HALF, f"exact={value}"])
-        assert with_exact_decided(named, tmp_path, "cpu") == (named, "")
+        made = first_decisions(named, tmp_path, "cpu")
+        said = {True: "exact: a difference ends the run", "warn": "exact: differences are counted"}
+        assert made.exact == named.exact and made.reasons.get("exact") == said.get(named.exact)
 
 
 def test_plan_decides_auto_as_a_run_on_its_gpus() -> None:
@@ -90,6 +99,10 @@ def test_plan_decides_auto_as_a_run_on_its_gpus() -> None:
     assert "compute_log_prob" in stages("device=cpu", "exact=auto")
 
 
+def on_gpu(recipe: Recipe, model_dir: Path, *before: Decisions) -> Decisions:
+    return first_decisions(recipe, model_dir, None, *before)
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_run_is_exact_as_decided_at_its_start_and_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -97,20 +110,22 @@ def test_run_is_exact_as_decided_at_its_start_and_after_a_resume(
     """Decide on the CPU as for a GPU, then resume a run where auto is false."""
     plain, exact = tmp_path / "plain", tmp_path / "exact"
     start_run("tiny", [*SMALL, "steps=1"], plain)
-    assert "; exact: off, because auto needs a GPU" in capsys.readouterr().out.replace("\n", " ")
-    on_gpu = partial(with_exact_decided, device=None)
+    off = "exact: off, because auto needs a GPU"
+    assert off in capsys.readouterr().out.splitlines()
+    made = (plain / "decisions.json").read_text()
+    assert json.loads(made)["reasons"]["exact"] == off
     with monkeypatch.context() as patch:
-        patch.setattr(DECIDES, lambda recipe, model_dir, device: on_gpu(recipe, model_dir))
+        patch.setattr(DECIDES, lambda recipe, folder, _, *before: on_gpu(recipe, folder, *before))
         start_run("tiny", [*SMALL, "steps=1"], exact)
-        shown = capsys.readouterr().out.replace("\n", " ")
-        assert "; exact: differences are counted" in shown and "has its bits" not in shown
+        shown = capsys.readouterr().out
+        assert "\nexact: differences are counted\n" in shown and "has its bits" not in shown
         continue_run(plain, None, ["steps=2"])
-        why = "; exact: off, because auto was off until the checkpoint"
-        assert why in capsys.readouterr().out.replace("\n", " ")
+        assert off in capsys.readouterr().out.splitlines()
+        assert (plain / "decisions.json").read_text() == made and off in render_page(plain)
     monkeypatch.setattr(Engine, "product_report", lambda engine: "every product has its bits")
     continue_run(exact, None, ["steps=2"])
-    shown = capsys.readouterr().out.replace("\n", " ")
-    assert "; exact: differences are counted" in shown and "every product has its bits" in shown
+    shown = capsys.readouterr().out
+    assert "\nexact: differences are counted\n" in shown and "every product has its bits" in shown
     assert load(exact / "recipe.yaml").exact == "auto"
     assert [row["unequal_tokens"] for row in rows(exact, "train")] == [0, 0]
     assert ["unequal_tokens" in row for row in rows(plain, "train")] == [False, False]

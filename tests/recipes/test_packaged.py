@@ -136,7 +136,7 @@ def test_kv_pool_holds_all_requests_that_run_together(
             "recipes.setup.preparation.find_model", lambda _, model=model, **__: model
         )
         setup = prepare(recipe, tmp_path)
-        assert setup.recipe.exact == ("warn" if recipe.exact else False), name
+        assert setup.decisions.exact == ("warn" if recipe.exact else False), name
         request = round_up(setup.max_request_tokens, recipe.engine.page_size)
         engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
         prompts = math.ceil(recipe.loop.prompts_per_step / engines)

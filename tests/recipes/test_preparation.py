@@ -99,7 +99,7 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     apart = prepare(recipes.load("tiny", words), tmp_path)
     opened = open_pair(apart, no_stage, note)
     assert (opened["rollout_devices"], opened["colocate"], opened["alias"]) == (3, False, False)
-    assert cycle_arguments(apart.recipe)["resident"] >= {"weights", "kv_cache", "cuda_graph"}
+    assert cycle_arguments(apart)["resident"] >= {"weights", "kv_cache", "cuda_graph"}
     far = ["cluster.rollout_nodes=2", "cluster.ports=20000-20009", "cluster.object_store_gib=1"]
     opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), no_stage, note)
     assert (opened["nodes"], opened["rollout_nodes"], opened["address"]) == (1, 2, "auto")

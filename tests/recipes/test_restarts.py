@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
-from recipes.config.recipe import Recipe, batching
+from recipes.config.decisions import Decisions
 from recipes.logs.run_folder import RunFolder
-from recipes.planner.command import unplanned
-from recipes.planner.memory_plan import Switch
 from recipes.run import start_run
+from recipes.setup.model_decisions import unplanned
+from recipes.setup.preparation import Setup
 from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied
 from trainer_bridge.trainer import Trainer
@@ -102,14 +102,13 @@ def test_restarted_run_keeps_the_micro_batch_of_its_checkpoint(
     """Let the plan of the restart choose another size."""
     sizes = iter([8, 16])
 
-    def plan(folder: Path, total: int, recipe: Recipe, prompt: int) -> Switch:
-        return unplanned(batching(recipe, next(sizes)))
+    def decide(setup: Setup, *_: Any) -> tuple[Decisions, None]:
+        return unplanned(setup.decisions.decided(micro_batch_size=next(sizes))), None
 
-    monkeypatch.setattr("recipes.run.device_bytes", lambda device: 1)
-    monkeypatch.setattr("recipes.run.plan_apart", plan)
+    monkeypatch.setattr("recipes.run.decide", decide)
     lose_trainer(monkeypatch, 3)
     words = [*SMALL, "steps=4", "eval.every=0", "checkpoint.every=2", "checkpoint.max_restarts=1"]
     folder = start_run("tiny", [*words, "trainer.micro_batch_size=auto"], tmp_path / "run")
     assert (folder / "restarts.jsonl").exists() and next(sizes, None) is None
     values = RunFolder(folder).checkpoint_values()
-    assert (values["step"], values["micro_batch_size"]) == (4, 8)
+    assert (values["step"], values["decisions"]["micro_batch_size"]) == (4, 8)

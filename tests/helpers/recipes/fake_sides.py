@@ -152,9 +152,8 @@ def fake_runs(folder: Path) -> Iterator[None]:
     """Run the recipe tiny with the two sides; its model is prepared once for each `folder`."""
     prepared = _prepared(folder)
 
-    def prepare_again(recipe: Recipe, run_dir: Path, started: Any = None) -> Setup:
-        cycle = dataclasses.replace(recipe.cycle, alias="never")
-        return dataclasses.replace(prepared, recipe=dataclasses.replace(recipe, cycle=cycle))
+    def prepare_again(recipe: Recipe, *_: Any) -> Setup:
+        return dataclasses.replace(prepared, recipe=recipe)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.run.prepare", prepare_again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.ops.layout import round_up
-from recipes.config.recipe import Recipe, keeping, switching
+from recipes.config.decisions import Decisions
+from recipes.config.recipe import Recipe
 from recipes.planner.dry_run import DryRun, Stages, dry_run, planned_trainer
 from recipes.planner.planned_device import PAGE
 from recipes.planner.planned_sides import EngineSizes
@@ -52,17 +54,22 @@ MLP_AGAIN = "trainer.activation_checkpointing=mlp"
 
 def planned(fields: dict[str, Any], *words: str) -> DryRun:
     recipe = recipes.load("tiny", ["cycle.overlap=[]", "cycle.resident=[]", *words])
-    (run,) = runs(recipe, fields=fields)
+    (run,) = runs(recipe, {}, fields=fields)
     return run
 
 
 def runs(
-    *switched: Recipe, rooms: Sequence[int] = (GIB,), fields: dict[str, Any] = FIELDS
+    recipe: Recipe,
+    *choices: dict[str, Any],
+    rooms: Sequence[int] = (GIB,),
+    fields: dict[str, Any] = FIELDS,
 ) -> list[DryRun]:
-    """Run one trainer in each room with each switch."""
+    """Run one trainer in each room with each choice of decisions."""
     given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
-    with planned_trainer(switched[0], fields, **given) as pair:
-        return [dry_run(recipe, SIZES, *pair, room=room) for room in rooms for recipe in switched]
+    named = Decisions.named(recipe)
+    with planned_trainer(recipe, named, fields, **given) as pair:
+        decided = [replace(named, **choice) for choice in choices]
+        return [dry_run(made, SIZES, *pair, room=room) for room in rooms for made in decided]
 
 
 @cache
@@ -185,7 +192,7 @@ def test_update_that_keeps_unsharded_parameters_has_their_bytes() -> None:
     """Run on one trainer with, without, and again with them: at least as many bytes as shards."""
     recipe = recipes.load("tiny", ["trainer.micro_batch_size=4", "trainer.keep_unsharded=auto"])
     turns = (True, False, True)
-    held = runs(*[switching(keeping(recipe, keep), []) for keep in turns])
+    held = runs(recipe, *[{"keep_unsharded": keep, "resident": ()} for keep in turns])
     kept, plain, again = (torch_of(run.stages, "update_actor") for run in held)
     assert kept == again >= plain + held[0].tags["params"] - 20 * MIB
 
@@ -215,7 +222,7 @@ def test_resident_tags_have_their_bytes_at_every_stage() -> None:
     recipe = recipes.load("tiny", ["cycle.alias=never"])
     residents = [["optim", "weights"], [], ["params"]]
     for resident, run in zip(
-        residents, runs(*[switching(recipe, tags) for tags in residents]), strict=True
+        residents, runs(recipe, *[{"resident": tags} for tags in residents]), strict=True
     ):
         tags = run.tags | SIZES.tags
         for stage, entry in run.stages.items():
@@ -229,7 +236,7 @@ def test_torch_cache_stays_from_first_stage_on_if_all_tags_stay() -> None:
     """Compare with a tag that leaves, which empties the cache that an update fills."""
     recipe = recipes.load("tiny", ["cycle.alias=never"])
     every = ["params", "optim", "weights", "kv_cache", "cuda_graph"]
-    pair = runs(switching(recipe, every), switching(recipe, every[1:]))
+    pair = runs(recipe, {"resident": every}, {"resident": every[1:]})
     all_stays, leaves = (run.stages for run in pair)
     assert len({torch_of(all_stays, stage) for stage in all_stays}) == 1
     assert torch_of(leaves, "wake_kv_cache") <= PAGE  # buffers
@@ -238,15 +245,17 @@ def test_torch_cache_stays_from_first_stage_on_if_all_tags_stay() -> None:
 
 def test_parameters_return_during_generation_if_a_gib_stays_free() -> None:
     """Check whether parameters are back when the engine goes to sleep, by the room."""
-    recipe = switching(recipes.load("tiny", ["cycle.alias=never"]), [], ["params", "optim"])
-    roomy, tight = (run.stages for run in runs(recipe, rooms=(2 * GIB, GIB)))
+    recipe = recipes.load("tiny", ["cycle.alias=never"])
+    leaving = {"resident": (), "overlap": ("params", "optim")}
+    roomy, tight = (run.stages for run in runs(recipe, leaving, rooms=(2 * GIB, GIB)))
     params = roomy["update_actor"]["tags"]["params"]
     asleep = [stages["sleep"] for stages in (roomy, tight)]
     assert [stage["tags"]["params"] for stage in asleep] == [params, 0]
     assert asleep[0]["device_bytes"] - asleep[1]["device_bytes"] == params > 0
     needed = params + sum(SIZES.tags.values()) + GIB
     needed += sum(roomy["generate_sequences"]["torch"].values())
-    least = [run.stages["sleep"]["tags"] for run in runs(recipe, rooms=(needed, needed - 1))]
+    rooms = needed, needed - 1
+    least = [run.stages["sleep"]["tags"] for run in runs(recipe, leaving, rooms=rooms)]
     assert [tags["params"] for tags in least] == [params, 0]
     further = roomy.keys() - {"sleep"}
     assert {stage: roomy[stage]["device_bytes"] for stage in further} == {
@@ -265,14 +274,14 @@ def test_later_dry_runs_of_a_trainer_equal_separate_ones(words: str) -> None:
     """Reuse cached computations over switches that empty the cache at different places."""
     name, *more = words.split()
     recipe = recipes.load(name, ["cycle.alias=never", *more])
-    switched = [
-        switching(recipe, ["params", "optim"]),
-        switching(recipe, [], ["params", "optim"]),
-        switching(recipe, recipe.resident_tags()),
+    choices: list[dict[str, Any]] = [
+        {"resident": ("params", "optim"), "hand_over": True},
+        {"resident": (), "overlap": ("params", "optim")},
+        {"resident": recipe.present_tags(), "hand_over": True},
     ]
     fields = FIELDS | {"num_hidden_layers": 1}
-    separate = [run for recipe in switched for run in runs(recipe, fields=fields)]
-    assert runs(*switched, fields=fields) == separate
+    separate = [run for choice in choices for run in runs(recipe, choice, fields=fields)]
+    assert runs(recipe, *choices, fields=fields) == separate
 
 
 def test_mixture_in_fp32_is_planned_with_twice_the_bytes_of_bf16() -> None:
@@ -319,7 +328,7 @@ def test_tags_of_every_stage_equal_those_of_a_real_run(
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
     recipe = recipes.load(name, words)
-    (run,) = runs(recipe, rooms=(4 * GIB,), fields=recipe.model.random_fields())
+    (run,) = runs(recipe, {}, rooms=(4 * GIB,), fields=recipe.model.random_fields())
     stages = [*run.stages]
     assert stages == [*measured]
     for stage in stages[stages.index(begin) if begin else 0 :]:

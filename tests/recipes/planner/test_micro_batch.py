@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recipes
-from recipes.config.recipe import Recipe
+from recipes.config.decisions import Decisions
 from recipes.planner.command import plan_of
 from recipes.planner.dry_run import PlannedTrainer
-from recipes.planner.memory_plan import MemoryPlan, Switch
-from recipes.planner.micro_batch import UNPLANNED, choose_size, reason, sizes_to_try
-from recipes.planner.sizes import GIB, MIB, Gpu
+from recipes.planner.memory_plan import MemoryPlan
+from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
+from recipes.planner.plan_apart import plan_with_remedies
+from recipes.planner.sizes import GIB, MIB, Gpu, of_device
 from recipes.planner.stage_plan import StagePlan
 from recipes.run import continue_run, start_run
+from recipes.setup.model_decisions import UNPLANNED
+from recipes.setup.preparation import Setup
 from trainer_bridge.trainer import Trainer
 
 AUTO = ["trainer.micro_batch_size=auto", "cycle.resident=auto", "cycle.alias=never"]
@@ -49,7 +52,8 @@ def made_up(size: int, slope: int, generating: int, total: int) -> MemoryPlan:
     ]
     gpu = Gpu("any", total * GIB, 0, 0, GIB, measured=False)
     facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "notes": ()}
-    return MemoryPlan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
+    facts |= {"gpu": gpu, "devices": 1, "stages": tuple(stages)}
+    return MemoryPlan(name="any", decisions=Decisions(), **facts)
 
 
 @given(st.integers(1, 3000), st.integers(1, 1 << 27))
@@ -106,15 +110,14 @@ def test_line_says_why_the_size_is_not_larger() -> None:
     assert reason(4, [1, 2, 4], 64) == "micro batch: 4 sequences; larger ones save no time"
 
 
-def planned(name: str, words: list[str], total: int) -> tuple[MemoryPlan, Switch]:
+def planned(name: str, words: list[str], total: int) -> tuple[MemoryPlan, Decisions]:
     return planned_once(name, tuple(words), total)
 
 
 @cache
-def planned_once(name: str, words: tuple[str, ...], total: int) -> tuple[MemoryPlan, Switch]:
+def planned_once(name: str, words: tuple[str, ...], total: int) -> tuple[MemoryPlan, Decisions]:
     plan = plan_of(recipes.load(name, words), name, gpu=str(total))
-    assert plan.switch is not None
-    return plan, plan.switch
+    return plan, plan.decisions
 
 
 @pytest.mark.parametrize(
@@ -131,19 +134,19 @@ def planned_once(name: str, words: tuple[str, ...], total: int) -> tuple[MemoryP
 )
 def test_chosen_size_fits_and_the_next_does_not(name: str, words: list[str], mib: int) -> None:
     recipe = recipes.load(name, words)
-    plan, switch = planned(name, words, mib * MIB)
-    size = switch.micro_batch_size
+    plan, made = planned(name, words, mib * MIB)
+    size = made.micro_batch_size
     assert 1 < size < recipe.answers_per_update <= recipe.answers_per_rank
     assert plan.fits
-    assert switch.lines[-1] == f"micro batch: {size} sequences; {2 * size} do not fit"
+    assert made.lines[-1] == f"micro batch: {size} sequences; {2 * size} do not fit"
     more, _ = planned(name, [*words, f"trainer.micro_batch_size={2 * size}"], mib * MIB)
     assert more.peak.device_bytes > plan.sure_room
 
 
 def test_plan_with_the_chosen_size_in_the_recipe_is_the_same() -> None:
-    plan, switch = planned("tiny", GRPO, LIMIT)
-    same, lines = planned("tiny", [*GRPO, "trainer.micro_batch_size=8"], LIMIT)
-    assert same.stages == plan.stages and lines.lines == switch.lines[:-1]
+    plan, made = planned("tiny", GRPO, LIMIT)
+    same, named = planned("tiny", [*GRPO, "trainer.micro_batch_size=8"], LIMIT)
+    assert same.stages == plan.stages and named.lines == made.lines[:-1]
 
 
 def test_passes_become_larger_than_kernels_need_only_if_that_saves_gathers(
@@ -164,15 +167,15 @@ def test_passes_become_larger_than_kernels_need_only_if_that_saves_gathers(
 
 
 def test_gpu_without_room_for_one_sequence_gets_sensible_remedies() -> None:
-    plan, switch = planned("tiny", AUTO, 2300 * MIB)
-    assert switch.micro_batch_size == 1 and "short of" in plan.needs[0]
+    plan, made = planned("tiny", AUTO, 2300 * MIB)
+    assert made.micro_batch_size == 1 and "short of" in plan.needs[0]
     assert "micro_batch_size" not in plan.needs[0]
 
 
 def test_auto_is_4_beside_a_hosted_engine() -> None:
     words = [*GRPO, "device=auto", "engine.kind=vllm", "engine.kv_tokens=2048"]
-    switch = planned("tiny", words, 80 * GIB)[1]
-    assert switch.micro_batch_size == 4 and switch.lines[-1] == UNPLANNED
+    made = planned("tiny", words, 80 * GIB)[1]
+    assert made.micro_batch_size == 4 and made.lines[-1] == UNPLANNED
 
 
 def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
@@ -204,19 +207,20 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     monkeypatch.setattr(Trainer, "update_actor", watched)
     limits, plans = iter([LIMIT, 2700 * MIB]), list[MemoryPlan]()
 
-    def plan_here(folder: Path, total: int, recipe: Recipe, prompt_tokens: int) -> Switch:
-        plan = plan_of(recipe, "run", gpu=str(total))
-        plans.append(plan)
-        assert plan.switch is not None
-        return plan.switch
+    def plan_here(setup: Setup, total: int, outside: None) -> MemoryPlan:
+        how = {"prompt_tokens": setup.longest_prompt}
+        gpu = of_device(total)
+        given = setup.recipe, setup.decisions, "run", setup.model_dir, gpu, how
+        plans.append(plan_with_remedies(*given))
+        return plans[-1]
 
     monkeypatch.setattr("recipes.run.device_bytes", lambda device: next(limits))
-    monkeypatch.setattr("recipes.run.plan_apart", plan_here)
+    monkeypatch.setattr("recipes.planner.decide.plan_apart", plan_here)
     words = [*GRPO, "eval.every=0", "checkpoint.every=1", "checkpoint.export_every=null"]
     start_run("tiny", [*words, "steps=1"], tmp_path / "run")
     assert "micro batch: 8 sequences; 16 do not fit" in capsys.readouterr().out
     continue_run(tmp_path / "run", None, ["steps=2"])
-    assert "\nmicro batch: " not in capsys.readouterr().out
+    assert "micro batch: 8 sequences; 16 do not fit" in capsys.readouterr().out
     assert [decided for *decided, _ in updates] == [[8, True]] * 2
     assert [plan.gpu.total for plan in plans] == [LIMIT, 2700 * MIB]
     assert all(nbytes + plans[0].gpu.contexts <= LIMIT for *_, nbytes in updates)

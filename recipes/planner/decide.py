@@ -1,0 +1,54 @@
+"""The decisions that a prepared run needs a plan for, and those of a run without a plan."""
+
+from dataclasses import replace
+
+from recipes.config.decisions import Decisions
+from recipes.config.recipe import Recipe
+from recipes.planner.memory_plan import MemoryPlan
+from recipes.planner.plan_apart import NoPlan, plan_apart
+from recipes.setup.model_decisions import unplanned
+from recipes.setup.preparation import Setup
+from rollout.tag_names import CUDA_GRAPH, WEIGHTS
+
+
+def decide(
+    setup: Setup, total: int | None, outside: int | None = None
+) -> tuple[Decisions, MemoryPlan | None]:
+    """Make the decisions of a prepared run that are open.
+
+    On a GPU, a plan makes them. If it fails, the run follows its keys, and a line says why.
+
+    Args:
+        setup: The prepared run.
+        total: Bytes of the GPU; None: a CPU.
+        outside: Bytes outside of the tags of a hosted engine, as measured; None: a native engine.
+
+    Returns:
+        The decisions, and the plan that made them, if there is one.
+    """
+    recipe, decisions = setup.recipe, setup.decisions
+    if total is None:
+        return _without_moves(decisions, recipe), None
+    if not decisions.open:
+        return decisions, None
+    try:
+        plan = plan_apart(setup, total, outside)
+    except NoPlan as error:
+        line = f"stays: {', '.join(decisions.resident) or 'nothing'}; there is no plan: {error}"
+        decisions = replace(decisions, reasons={**decisions.reasons, "resident": line})
+        return unplanned(decisions), None
+    made = plan.decisions
+    if outside is not None and "resident" in decisions.open and made.resident:
+        # The measured bytes include CUDA graphs, so graphs must stay.
+        made = replace(made, resident=(*made.resident, CUDA_GRAPH))
+    return made, plan
+
+
+def _without_moves(decisions: Decisions, recipe: Recipe) -> Decisions:
+    """Return the decisions of a run on a CPU, where all tags stay unless the recipe names some."""
+    stays = [tag for tag in recipe.present_tags() if not (decisions.alias and tag == WEIGHTS)]
+    why = "a CPU uses host memory, so moving tags gains nothing"
+    if not recipe.cluster.colocate:
+        why = "no engine shares a device with the trainer (cluster.colocate=false)"
+    line = f"stays: {', '.join(stays)}; {why}"
+    return unplanned(decisions.decided({"resident": line}, resident=tuple(stays)))

@@ -1,0 +1,120 @@
+"""Decisions of a run that need its model and no plan: whether it is exact, and aliases weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from recipes.config.decisions import UNPLANNED_SIZE, Decisions
+from recipes.config.recipe import Recipe
+from recipes.errors import RecipeError, one_line
+from rollout.model import load_model_config, whole_manifest
+from trainer_bridge import TrainerConfig
+from trainer_bridge.exact import why_not_exact
+from trainer_bridge.models import FLASH, check_layout
+
+UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
+"""Line about a micro batch that no plan decided."""
+OUTCOMES = {"warn": "differences are counted", True: "a difference ends the run"}
+"""Words about exact runs."""
+
+
+def first_decisions(
+    recipe: Recipe, model_dir: Path, device: str | None, before: Decisions | None = None
+) -> Decisions:
+    """Return the decisions of a run, of which a plan may still have to make some.
+
+    `exact=auto` becomes warn if device, keys and model allow exact runs. `cycle.alias=auto` becomes
+    always if the engine can serve the trainer's own pages.
+
+    Args:
+        recipe: The recipe.
+        model_dir: Folder of the model.
+        device: Either cpu or cuda:N; None: a GPU of a plan.
+        before: Decisions that were made before, such as those of a checkpoint.
+
+    Raises:
+        RecipeError: `cycle.alias=always`, and the engine cannot serve the trainer's pages.
+    """
+    decisions = Decisions.named(recipe)
+    if before is not None:
+        decisions = decisions.taking(before)
+    decisions = _with_alias(_with_exact(decisions, recipe, model_dir, device), recipe, model_dir)
+    if recipe.engine.hosted:  # The trainer is built before there is a plan.
+        decisions = unplanned(decisions, "overlap", "keep_unsharded", "micro_batch_size")
+    if decisions.overlap or not recipe.cluster.colocate:
+        decisions = unplanned(decisions, "hand_over")
+    size = decisions.micro_batch_size
+    if "micro_batch_size" not in decisions.open and not recipe.regathers(size):
+        decisions = unplanned(decisions, "keep_unsharded")
+    return decisions
+
+
+def unplanned(decisions: Decisions, *names: str) -> Decisions:
+    """Return the decisions with the defaults of open ones among `names`."""
+    return decisions.taking(Decisions(reasons={"micro_batch_size": UNPLANNED}), *names)
+
+
+def _with_exact(
+    decisions: Decisions, recipe: Recipe, model_dir: Path, device: str | None
+) -> Decisions:
+    if "exact" in decisions.open:
+        why = _why_not_exact(recipe, model_dir, device)
+        off = f"exact: off, because auto {why}"
+        decisions = decisions.decided({"exact": off}, exact=False if why else "warn")
+    if not decisions.exact:
+        return decisions
+    line = f"exact: {OUTCOMES[decisions.exact]}"
+    return replace(decisions, reasons={**decisions.reasons, "exact": line})
+
+
+def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
+    if device == "cpu":
+        return "needs a GPU"
+    if recipe.excludes_exact:
+        return f"excludes {recipe.excludes_exact}"
+    # The backward pass of exact runs is FlashAttention's.
+    if device and torch.cuda.get_device_capability(device) < FLASH:
+        return f"needs a GPU of compute capability {FLASH[0]}.{FLASH[1]}"
+    try:
+        return why_not_exact(load_model_config(model_dir))
+    except ValueError as error:
+        return f"needs a model that the native engine supports: {one_line(error)}"
+
+
+def _with_alias(decisions: Decisions, recipe: Recipe, model_dir: Path) -> Decisions:
+    if recipe.cycle.alias == "never":
+        return decisions
+    why = _why_not_alias(recipe, model_dir)
+    if why and recipe.cycle.alias == "always":
+        raise RecipeError(f"cycle.alias=always: {why}; set cycle.alias=auto")
+    line = f"alias: off, because {why}" if why else "alias: weights are the trainer's own pages"
+    return decisions.decided({"alias": line}, alias=not why)
+
+
+def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
+    if recipe.engine.hosted:
+        return f"engine.kind={recipe.engine.kind} has buffers among its weights"
+    if recipe.cluster.size > 1:
+        return f"the trainer's pages are shards on {recipe.cluster.size} devices"
+    if recipe.cluster.apart:
+        return f"{recipe.cluster.apart} engine ranks are on other devices"
+    if recipe.lora.rank:
+        return "the engine serves merged adapters, not the trainer's pages"
+    own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
+    if own != recipe.model.dtype:
+        return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
+    if "weights" in recipe.cycle.named:
+        return "cycle.resident names weights, whose pages go back to the trainer"
+    config = TrainerConfig(
+        model_path=str(model_dir),
+        dtype=recipe.trainer.dtype,
+        param_dtype=recipe.model.dtype,
+        optimizer_offload=recipe.trainer.optimizer_offload,
+    )
+    try:
+        manifest = whole_manifest(load_model_config(model_dir), config.torch_model_dtype)
+        check_layout(config, manifest)
+    except ValueError as error:
+        return one_line(error)
+    return ""

@@ -1,0 +1,59 @@
+"""The record of a run's decisions: what keys name, what checkpoints keep, reasons in order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recipes.config.decisions import LASTING, Decisions
+from recipes.config.load import load
+
+AUTO = [
+    *("exact=auto", "cycle.alias=auto", "cycle.resident=auto", "cycle.overlap=auto"),
+    *("cycle.hand_over=auto", "trainer.keep_unsharded=auto", "trainer.micro_batch_size=auto"),
+]
+NAMED = {
+    "exact": ("exact=warn", "warn"),
+    "alias": ("cycle.alias=never", False),
+    "resident": ("cycle.resident=[optim]", ["optim"]),
+    "overlap": ("cycle.overlap=[params]", ["params"]),
+    "hand_over": ("cycle.hand_over=never", False),
+    "keep_unsharded": ("trainer.keep_unsharded=true", True),
+    "micro_batch_size": ("trainer.micro_batch_size=8", 8),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_decision_is_open_unless_its_key_names_a_value(name: str) -> None:
+    word, value = NAMED[name]
+    assert Decisions.named(load("tiny", AUTO)).open == NAMED.keys()
+    made = Decisions.named(load("tiny", [*AUTO, word]))
+    assert made.open == NAMED.keys() - {name} and getattr(made, name) == value
+    other = replace(Decisions(), **{name: object()}, reasons={name: "so"})
+    assert made.taking(other) == made.taking(Decisions()), "only open decisions are taken"
+
+
+def test_lines_have_the_order_of_the_decisions() -> None:
+    made = Decisions(open=frozenset(NAMED))
+    for name in reversed(NAMED):
+        made = made.decided({name: f"{name}\nmore"}, **{name: NAMED[name][1]})
+    assert not made.open and made.lines == [line for name in NAMED for line in (name, "more")]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_checkpoint_keeps_the_decisions_that_bits_depend_on(older: bool) -> None:
+    """Read also the values of older checkpoints, which had no reasons."""
+    values = {name: value for name, (_, value) in NAMED.items()}
+    made = Decisions(**values, reasons={"exact": "exact: counted"})
+    saved: dict[str, Any] = {"step": 3, "decisions": made.as_json()}
+    if older:
+        saved = {"step": 3, **{name: values[name] for name in LASTING}}
+    kept = Decisions.lasting(json.loads(json.dumps(saved)))
+    assert kept.open == NAMED.keys() - {*LASTING}
+    assert [getattr(kept, name) for name in LASTING] == ["warn", True, 8]
+    resumed = Decisions.named(load("tiny", AUTO)).taking(kept)
+    assert resumed.open == kept.open and resumed.micro_batch_size == 8
+    assert resumed.lines == ([] if older else ["exact: counted"])
