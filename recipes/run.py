@@ -264,7 +264,7 @@ def _with_decisions(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
     outside = None
     with monitor.stage("plan"):
         total = device_bytes(setup.device)
-        if setup.recipe.engine.hosted and setup.decisions.open:
+        if total is not None and setup.recipe.engine.hosted and setup.decisions.open:
             outside = monitor.outside()
             folder.write_json("outside.json", {"bytes": outside})
         decisions, plan = decide(setup, total, outside)

@@ -219,7 +219,7 @@ BUGS = [
         "exact=auto does not look at the keys that exclude exact runs",
         "recipes/setup/model_decisions.py",
         "recipes/test_exact_auto.py",
-        "    if recipe.excludes_exact:\n",
+        "    if setting := excludes_exact(recipe):\n",
         "    if False:\n",
     ),
     Bug(

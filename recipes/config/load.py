@@ -15,14 +15,13 @@ from pydantic_core import ErrorDetails
 
 from recipes.config.recipe import (
     FIELDS,
-    Contradiction,
     Recipe,
     field_of,
     is_section,
     keys_of,
     remedy_of,
 )
-from recipes.config.sections import DATA_ENDINGS, CorrectionSection, TaskSection
+from recipes.config.rules import broken_rules, idle_keys
 from recipes.errors import RecipeError, one_line, shown
 
 PACKAGE = Path(__file__).parent.parent
@@ -52,9 +51,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     try:
         recipe = _adapter().validate_python(values)
+        faults = broken_rules(recipe)
     except ValidationError as error:
         faults = explain(error, values)
-        raise RecipeError("\n".join(placed(key, fault) for key, fault in faults)) from None
+    if faults:
+        raise RecipeError("\n".join(placed(key, fault) for key, fault in faults))
     if idle := list(_without_effect(recipe, overrides)):
         raise RecipeError("\n".join(idle))
     return recipe
@@ -205,9 +206,6 @@ def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, s
     """Return the key and a line of every fault that pydantic found in the values of a recipe."""
     by_key: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
-        cause = details.get("ctx", {}).get("error")
-        if isinstance(cause, Contradiction):
-            return cause.faults
         by_key.setdefault(_key(details["loc"]), []).append(details)
     return [(key, _line(key, faults, values)) for key, faults in by_key.items()]
 
@@ -261,74 +259,7 @@ def _without_effect(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
     """Yield a line for each override without effect, except for those that set null."""
     for override in overrides:
         key, _, value = override.partition("=")
-        for idle, why in _idle_keys(recipe).items():
+        for idle, why in idle_keys(recipe).items():
             if value != "null" and _within(key, idle):
                 fault = f"has no effect with {why}; change that, or drop {key}"
                 yield f"command line: {shown(override)}: {fault}"
-
-
-def _idle_keys(recipe: Recipe) -> dict[str, str]:
-    """Return the keys and sections that this recipe ignores, each with the reason.
-
-    Only overrides of them are refused. In a file they may stand, so that one file serves with and
-    without PPO, adapters or a checkpoint.
-    """
-    unused = "ppo" if recipe.algorithm == "grpo" else "grpo"
-    idle = {unused: f"algorithm={recipe.algorithm}"}
-    idle |= _idle_keys_of_loss(recipe)
-    if not recipe.sampling.length_penalty:
-        idle["sampling.length_penalty_tokens"] = "sampling.length_penalty=0"
-    idle |= _idle_keys_of_correction(recipe.correction)
-    idle |= _idle_keys_of_task(recipe.task)
-    if recipe.trainer.schedule == "constant":
-        idle["trainer.final_rate"] = "trainer.schedule=constant"
-    if recipe.lora.rank == 0:
-        idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
-    if recipe.model.path is not None:
-        named = f"model.path={recipe.model.path}"
-        idle |= {"model.shape": named, "model.config": named}
-    return idle
-
-
-def _idle_keys_of_loss(recipe: Recipe) -> dict[str, str]:
-    idle = {}
-    if recipe.updates_per_step == 1:
-        # Values have not moved, so clipping them does nothing. Unless ratios compare with the
-        # rollout's probabilities, they are 1, and the gradients of all kinds are equal.
-        keys = ["ppo.value_clip"]
-        if recipe.correction_mode != "bypass":
-            keys += ["loss.kind", "loss.clip_low", "loss.clip_high", "loss.dual_clip"]
-        name = recipe.algorithm
-        idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
-    if not recipe.loss.kl_coef:
-        of_kl = ("loss.kl_in", "loss.kl_estimator", "loss.reference_every")
-        idle |= dict.fromkeys(of_kl, "loss.kl_coef=0")
-    elif recipe.steps <= recipe.reference_every:
-        idle["loss.reference_every"] = f"steps={recipe.steps}"
-    elif recipe.reference_every == 1 and (recipe.kl_in == "reward" or recipe.updates_per_step == 1):
-        why = "loss.reference_every=1, by which the policy is its own reference"
-        idle |= {"loss.kl_coef": why, "loss.reference_every": why}
-    return idle
-
-
-def _idle_keys_of_correction(section: CorrectionSection) -> dict[str, str]:
-    if section.mode != "decoupled":
-        keys = [key for key in keys_of("correction") if key != "correction.mode"]
-        return dict.fromkeys(keys, f"correction.mode={section.mode}")
-    return {"correction.low": "correction.how=truncate"} if section.how == "truncate" else {}
-
-
-def _idle_keys_of_task(task: TaskSection) -> dict[str, str]:
-    named = f"task.name={task.name}"
-    if task.name == "file":
-        idle = {"task.parameters": named}
-        if Path(str(task.data)).suffix in DATA_ENDINGS:
-            idle |= dict.fromkeys(("task.subset", "task.split"), f"task.data={task.data}, a file")
-    else:
-        columns = ("subset", "split", "prompt_column", "answer_column")
-        idle = {f"task.{name}": named for name in columns}
-    if task.name == "toy" and not task.rewards:
-        idle["task.extract"] = named
-    if not task.mixture:
-        idle["task.weight"] = "task.mixture=[]"
-    return idle

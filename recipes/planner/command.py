@@ -21,6 +21,7 @@ from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
+from recipes.config.rules import checked
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.logs.run_folder import RunFolder, check_holds_run
 from recipes.planner.memory_plan import MemoryPlan, placed
@@ -84,7 +85,7 @@ def plan_of(
     Raises:
         RecipeError: The recipe cannot be planned.
     """
-    recipe, card = placed(recipe, gpu)
+    recipe, card = placed(checked(recipe), gpu)
     with contextlib.ExitStack() as stack:
         try:
             tasks = make_tasks(recipe.task, recipe.eval.sets)

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from memsaver.memory import pinned_arena
 from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.decisions import Decisions
-from recipes.config.load import explain
 from recipes.config.recipe import Recipe
+from recipes.config.rules import broken_rules, checked
 from recipes.errors import RecipeError, shown
 from recipes.logs.run_folder import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
@@ -339,11 +337,10 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
         recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node
     )
     driver = "ray" if devices > 1 else recipe.driver
-    try:
-        return dataclasses.replace(recipe, cluster=cluster, driver=driver)
-    except ValidationError as error:
-        faults = explain(error, dataclasses.asdict(recipe))
-        raise RecipeError(f"--gpu :{devices}: {'; '.join(line for _, line in faults)}") from None
+    placed = dataclasses.replace(recipe, cluster=cluster, driver=driver)
+    if faults := broken_rules(placed):
+        raise RecipeError(f"--gpu :{devices}: {'; '.join(line for _, line in faults)}")
+    return placed
 
 
 def _most_tokens(
@@ -470,7 +467,7 @@ def _set(change: Change) -> str:
 def _changed(recipe: Recipe, key: str, value: Any) -> Recipe:
     section, _, name = key.partition(".")
     inside = dataclasses.replace(getattr(recipe, section), **{name: value})
-    return dataclasses.replace(recipe, **{section: inside})
+    return checked(dataclasses.replace(recipe, **{section: inside}))
 
 
 def _fullest(stages: Sequence[StagePlan]) -> StagePlan:

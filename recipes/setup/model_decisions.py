@@ -7,6 +7,7 @@ import torch
 
 from recipes.config.decisions import UNPLANNED_SIZE, Decisions
 from recipes.config.recipe import Recipe
+from recipes.config.rules import excludes_exact
 from recipes.errors import RecipeError, one_line
 from rollout.model import load_model_config, whole_manifest
 from trainer_bridge import TrainerConfig
@@ -71,8 +72,8 @@ def _with_exact(
 def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
     if device == "cpu":
         return "needs a GPU"
-    if recipe.excludes_exact:
-        return f"excludes {recipe.excludes_exact}"
+    if setting := excludes_exact(recipe):
+        return f"excludes {setting}"
     # The backward pass of exact runs is FlashAttention's.
     if device and torch.cuda.get_device_capability(device) < FLASH:
         return f"needs a GPU of compute capability {FLASH[0]}.{FLASH[1]}"

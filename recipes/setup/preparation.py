@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from recipes.config import rules
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LORA_MODULES, LoraSection
@@ -126,6 +127,7 @@ def prepare(
     Raises:
         RecipeError: The recipe cannot run here. Nothing has been written.
     """
+    rules.checked(recipe)
     device, started = resolve_device(recipe), started or datetime.now()
     _check_packages(recipe)
     check_optimizer(recipe)

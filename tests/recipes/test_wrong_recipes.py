@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 import recipes
 from recipes.cli import main
 from recipes.config.load import load, packaged_recipes, recipe_text
-from recipes.config.recipe import FIELDS, VLLM_COLDEST, Recipe, is_section
+from recipes.config.recipe import FIELDS, Recipe, is_section
+from recipes.config.rules import VLLM_COLDEST
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.tasks.toy import TOY_WORDS
 from rollout.hosted import COLDEST as COLDEST_OF_VLLM
