@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver.errors import format_bytes
-from recipes.config.load import load_saved
+from recipes.config.load import load
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.logs.run_folder import RunFolder, check_holds_run
@@ -37,7 +37,7 @@ def export_run(
         RunError: Reading or writing failed. Nothing is left of the export.
     """
     check_holds_run("export", run_dir)
-    recipe, folder = load_saved(run_dir), RunFolder(run_dir)
+    recipe, folder = load(run_dir / "recipe.yaml"), RunFolder(run_dir)
     checkpoint = folder.best_checkpoint() if best else folder.checkpoint_of(step)
     if checkpoint is None:
         rule = "keeps no best checkpoint: nothing beat the initial weights, or none was saved"

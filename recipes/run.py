@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.decisions import Decisions
-from recipes.config.load import find_recipe, load, load_saved
+from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.logs.delivery import Trackers
@@ -86,7 +86,7 @@ def continue_run(
     folder, option = RunFolder(run_dir), f"--resume {run_dir}"
     with at_work(run_dir), ExitStack() as stack:
         with _standing_noted(folder):
-            saved = load_saved(run_dir)
+            saved = load(run_dir / "recipe.yaml")
             recipe = load(recipe_path or run_dir / "recipe.yaml", overrides)
             if key := _first_difference(saved, recipe, MAY_CHANGE):
                 rule = "differs from the run's own recipe.yaml; start a new run instead"

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from recipes.config.load import load_saved
+from recipes.config.load import load
 from recipes.errors import RecipeError, one_line
 from recipes.logs.run_folder import RunFolder
 from trainer_bridge.exact import Compared, Difference, MismatchTrace, OperationPlace, trace_mismatch
@@ -33,7 +33,7 @@ def show_trace(run_dir: Path, sequence: int | None = None, device: str | None = 
     folder = folder if folder.is_dir() else run_dir
     options: dict[str, Any] = {}
     if (folder.parent / "recipe.yaml").is_file():
-        settings = load_saved(folder.parent)
+        settings = load(folder.parent / "recipe.yaml")
         options = {name: getattr(settings.engine, name) for name in _OF_ENGINE}
         torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     try:

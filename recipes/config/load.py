@@ -22,9 +22,12 @@ from recipes.config.recipe import (
     remedy_of,
 )
 from recipes.config.rules import broken_rules, idle_keys
-from recipes.errors import RecipeError, one_line, shown
+from recipes.config.yaml_values import read_values, values_text
+from recipes.errors import RecipeError, shown
 
 PACKAGE = Path(__file__).parent.parent
+ONLY = [("top_k", 0), ("top_p", 1.0)]
+"""Keys of `sampling` in older recipes, with their only value."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -41,7 +44,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: The message has a line for each fault: place, key and value, rule, remedy.
     """
     file = find_recipe(path)
-    values = _renamed(_values(file, overrides))
+    values = _of_before(read_values(file, overrides))
     typed = [override.partition("=")[0] for override in overrides]
 
     def placed(key: str, fault: str) -> str:
@@ -59,47 +62,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if idle := list(_without_effect(recipe, overrides)):
         raise RecipeError("\n".join(idle))
     return recipe
-
-
-def load_saved(run_dir: Path) -> Recipe:
-    """Read the recipe that a run wrote into its folder.
-
-    Raises:
-        RecipeError: As of `load`, or the file has a reference. A run writes none, and in somebody
-            else's folder a reference could name variables of this user's environment.
-    """
-    file = run_dir / "recipe.yaml"
-    for text in _texts(saved_values(file)):
-        if _REFERENCE.search(text):
-            rule = f"holds the reference {shown(text, 60)}, which no run writes"
-            raise RecipeError(f"{file}: {rule}; replace the reference by a value")
-    return load(file)
-
-
-def saved_values(file: Path) -> dict[str, Any]:
-    """Return the values of a recipe's file as they are written, with references unresolved."""
-    from omegaconf import OmegaConf
-    from yaml import YAMLError
-
-    try:
-        values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        if not isinstance(values, dict):
-            raise ValueError("must be a mapping of keys to values")
-    except (YAMLError, OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file}: {one_line(error)}; restore the file of the run") from None
-    return values
-
-
-_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `_literal` writes `\${` for the text `${`
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts among nested values."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
 
 
 @functools.cache
@@ -136,48 +98,15 @@ def first_sentence(packaged: str) -> str:
 
 def recipe_text(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML, which `load` reads back as an equal recipe."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(recipe))))
+    return values_text(dataclasses.asdict(recipe))
 
 
-def _literal(value: Any) -> Any:
-    """Encode `${` in texts, so that loading them back finds no references to other keys."""
-    if isinstance(value, dict):
-        return {key: _literal(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", value) if isinstance(value, str) else value
-
-
-def _values(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a file with the overrides applied and references resolved."""
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    bad = (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError)
-    place = file.name
-    try:
-        merged = OmegaConf.load(file)
-        if not isinstance(merged, DictConfig):
-            raise ValueError("must be a mapping of keys to values")
-        for override in overrides:
-            place = f"command line: {shown(override)}"
-            key, equals, _ = override.partition("=")
-            if not equals or not all(key.split(".")):
-                raise ValueError("must be key=value, for example steps=3")
-            merged = _with_override(merged, key, override)
-        place = shown(" and ".join([file.name, *overrides]))
-        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except bad as error:
-        remedy = "write YAML, and ${KEY} of keys that have a value"
-        raise RecipeError(f"{place}: {one_line(error)}; {remedy}") from None
-    return values
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with an `eval.best` of before under its present name, told in a line."""
+def _of_before(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of an older recipe with its keys and figures as they are now."""
+    sampling = values.get("sampling")
+    if isinstance(sampling, dict):  # Both had one value only.
+        kept = {key: sampling[key] for key in sampling if (key, sampling[key]) not in ONLY}
+        values = {**values, "sampling": kept}
     section = values.get("eval")
     best = section.get("best") if isinstance(section, dict) else None
     if not (isinstance(best, str) and best.startswith("exact_match")):
@@ -185,21 +114,6 @@ def _renamed(values: dict[str, Any]) -> dict[str, Any]:
     now = best.replace("exact_match", "correct", 1)
     print(f"memsaver: eval.best={best}: is called {now} now and read so", file=sys.stderr)
     return {**values, "eval": {**values["eval"], "best": now}}
-
-
-def _with_override(merged: Any, key: str, override: str) -> Any:
-    """Return the values with an override; a key such as task.mixture[0].weight names an item."""
-    from omegaconf import ListConfig, OmegaConf
-
-    if "[" not in key:
-        return OmegaConf.unsafe_merge(merged, OmegaConf.from_dotlist([override]))
-    value = OmegaConf.from_dotlist([f"value{override.removeprefix(key)}"])
-    name, _, number = key.partition("[")
-    items = OmegaConf.select(merged, name)
-    if not isinstance(items, ListConfig) or int(number.partition("]")[0]) >= len(items):
-        raise ValueError("names no item of a list")
-    OmegaConf.update(merged, key, value._get_node("value"))
-    return merged
 
 
 def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, str]]:

@@ -238,17 +238,14 @@ class SamplingSection:
         length_penalty_tokens: Tokens before max_tokens over which the deduction grows from 0 to
             length_penalty; null: a fifth of max_tokens.
         temperature: Sampling temperature. Greedy samples (0) of one prompt would be alike and teach
-            nothing.
-        top_k: Always off: an update needs log-probabilities over the whole vocabulary.
-        top_p: Always off: an update needs log-probabilities over the whole vocabulary.
+            nothing. There is no top-k or top-p: an update needs log-probabilities over the whole
+            vocabulary.
     """
 
     max_tokens: Count = 512
     length_penalty: PositiveOrZero = 0.0
     length_penalty_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=1e-6)] = 1.0
-    top_k: Literal[0] = 0
-    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
 
     @property
     def penalized_tokens(self) -> int:

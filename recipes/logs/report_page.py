@@ -10,7 +10,7 @@ from typing import Any
 
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
-from recipes.config.load import saved_values
+from recipes.config.yaml_values import read_values
 from recipes.errors import RecipeError, one_line, shown, writable
 from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
 from recipes.logs.run_folder import (
@@ -58,7 +58,7 @@ def render_page(path: Path) -> str:
     from recipes.logs.pictures import data_uri, draw_reward
 
     run = Run(rows=whole_rows(path / "metrics.jsonl"))
-    recipe, memory = saved_values(path / "recipe.yaml"), path / "memory.png"
+    recipe, memory = read_values(path / "recipe.yaml"), path / "memory.png"
     task = recipe.get("task")
     named = recipe | {"task": task.get("name") if isinstance(task, dict) else task}
     engine = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -346,8 +346,7 @@ def test_invalid_value_is_refused_with_rule_description_and_remedy(
         ("steps", "command line: steps: must be key=value, for example steps=3; "),
         ("sampling..top_k=1", "command line: sampling..top_k=1: must be key=value"),
         ("steps=[1", "command line: steps=[1: while parsing a flow sequence"),
-        ("steps=${stepps}", "tiny.yaml and steps=${stepps}: Interpolation key 'stepps' not found"),
-        ("steps=${steps}", "tiny.yaml and steps=${steps}: "),
+        ("seed=${steps}", "command line: seed=${steps}: ${steps} has a reference, which recipes"),
         ("qqq=1", "command line: qqq: unknown key; known here: model, task, steps, "),
         ("task.mixture=[{nam: toy}]", "command line: task.mixture[0].name: is required and has no"),
         (

@@ -29,7 +29,7 @@ DTYPES = some("*bf16", whole=["*fp32"])  # of the fused kernels
 CODE = """
 import sys
 import rollout
-print("heavy", *{"ray", "transformers", "omegaconf"} & set(sys.modules))
+print("heavy", *{"ray", "transformers"} & set(sys.modules))
 
 import re, subprocess, tempfile
 import triton
