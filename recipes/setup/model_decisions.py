@@ -52,7 +52,7 @@ def first_decisions(
 
 
 def unplanned(decisions: Decisions, *names: str) -> Decisions:
-    """Return the decisions with the defaults of open ones among `names`."""
+    """Return the decisions with defaults for open ones among `names`, or for all without names."""
     return decisions.taking(Decisions(reasons={"micro_batch_size": UNPLANNED}), *names)
 
 
