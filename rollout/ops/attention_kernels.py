@@ -282,7 +282,8 @@ def decode_combine(  # type: ignore[no-untyped-def]
     for first in tl.range(0, used, COMBINED):
         for number in tl.static_range(COMBINED):  # loads of all of them before the first fold
             split = first + number
-            known = split < used
+            # a block, as Triton 3.9's interpreter rejects a scalar as the mask of a block
+            known = split + tl.arange(0, 1) < used
             next_peak = tl.load(place + split, mask=known, other=float("-inf"))
             next_total = tl.load(place + splits + split, mask=known, other=0.0)
             next_acc = tl.load(base + split * VALUE_DIM, mask=inside & known, other=0.0)

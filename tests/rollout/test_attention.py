@@ -312,7 +312,8 @@ def test_decode_plan_over_static_tensors_ignores_padding_requests(triton_device:
     )
     out = paged_attention(torch.cat([made.q, made.q]), made.k, made.v, plan, 0.25)
     torch.testing.assert_close(out[:2].double(), made.expected, atol=CLOSE, rtol=0)
-    assert torch.equal(out[2:], torch.full_like(out[2:], 2.0))
+    # A fused multiply-add leaves the rounding error of the peak in the weight of the only key.
+    torch.testing.assert_close(out[2:], torch.full_like(out[2:], 2.0), atol=CLOSE, rtol=0)
 
 
 def test_long_queries_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
