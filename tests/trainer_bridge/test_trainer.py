@@ -141,9 +141,9 @@ def test_error_of_a_pass_is_raised_even_if_fsdp_cannot_be_reset(
 
 
 def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **more: Any) -> Any:
         counts[name] += 1
-        return function(*args)
+        return function(*args, **more)
 
     return counted
 

@@ -14,7 +14,7 @@ from trainer_bridge.ops.gradient_sums import STEP, totals_of
 class GradientTotal:
     """The fp32 sum of a parameter's gradients over the micro batches before FSDP reduces it.
 
-    It is the one in which FSDP itself keeps the gradients of a batch unsharded.
+    It is the gradient of FSDP's unsharded parameter, to which autograd adds nothing.
     """
 
     def __init__(self, param: Any) -> None:
@@ -25,9 +25,11 @@ class GradientTotal:
         add(self._sum())
 
     def _sum(self) -> Tensor:
-        if self._param.unsharded_accumulated_grad is None:
-            self._param.unsharded_accumulated_grad = _zeros(self._param)
-        total: Tensor = self._param.unsharded_accumulated_grad
+        unsharded = self._param._unsharded_param
+        if unsharded.grad is None:
+            unsharded.grad_dtype = torch.float32
+            unsharded.grad = _zeros(self._param)
+        total: Tensor = unsharded.grad
         return total
 
 

@@ -11,7 +11,7 @@ from trainer_bridge.learning.loss_scale import LossScale, check_scores
 from trainer_bridge.learning.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.learning.optimizer import LearningRate, build_optimizer, optimizer_step
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import build_model
+from trainer_bridge.models.sharded_model import build_model, run_backward
 from trainer_bridge.tag_names import CRITIC, CRITIC_OPTIM
 
 
@@ -79,5 +79,5 @@ class Critic:
         loss, clipped = value_clip(self._values(micro), old, returns, self._limit)
         # FSDP divides the gradients by the number of ranks.
         factor = scale * self._runtime.world / batch.num_tokens
-        (loss * factor).backward()
+        run_backward(self.model, loss * factor)
         return [loss.detach(), clipped]

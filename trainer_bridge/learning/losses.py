@@ -12,11 +12,11 @@ from memsaver.system.plain import all_gather_plain
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.learning.policy_loss import k3, kl_terms, policy_terms, token_factors
-from trainer_bridge.models.exact_passes import backward_products, forward_products, token_step
+from trainer_bridge.models.exact_passes import forward_products, token_step
 from trainer_bridge.models.moe import load_balance, replay
 from trainer_bridge.models.packing import packs
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import keep_unsharded, whole_pass
+from trainer_bridge.models.sharded_model import keep_unsharded, run_backward, whole_pass
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 
 
@@ -190,8 +190,7 @@ def policy_gradient(
         if balance is not None and len(logprobs):
             total = total + len(logprobs) / batch.num_tokens * (coefficient * balance.loss)
         # FSDP divides the sum of the ranks' gradients by their number.
-        with backward_products(model, total.device):
-            (total * (scale * world)).backward()
+        run_backward(model, total * (scale * world))
     with torch.no_grad():
         kl = k3(log_ratio).sum()
     return [total.detach(), low.sum().float(), high.sum().float(), kl, entropy.detach().sum()]

@@ -1,4 +1,4 @@
-"""What passes over a model need if it is exact: products, recomputation and totals."""
+"""What passes over a model need if it is exact: products and recomputation."""
 
 import contextlib
 from typing import Any
@@ -36,8 +36,3 @@ def is_exact(model: Any) -> bool:
 def token_step(model: Any) -> int:
     """Return the number of tokens, of which each sequence of a micro batch must have a multiple."""
     return getattr(model, "token_step", 1)
-
-
-def free_totals(param: Any) -> None:
-    """Drop the sums of a parameter of FSDP that were not reduced."""
-    param.unsharded_accumulated_grad = param.embedding_grad = None

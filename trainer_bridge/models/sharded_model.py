@@ -36,7 +36,7 @@ from trainer_bridge.models.adapters.lora import (
     is_adapter,
     target_names,
 )
-from trainer_bridge.models.exact_passes import free_totals, recomputation
+from trainer_bridge.models.exact_passes import backward_products, recomputation
 from trainer_bridge.models.files.initial import (
     CheckpointFiles,
     open_weights,
@@ -159,7 +159,9 @@ def reshard(model: nn.Module) -> None:
         group.wait_for_unshard()  # a failed pass may have begun to gather
         group._to_sharded()  # reshard() keeps what a failed forward gathered
         for param in group.fsdp_params:
-            free_totals(param)
+            param.embedding_grad = None  # see `EmbeddingTotal`
+            if "unsharded_accumulated_grad" in vars(param):  # the sum, in torch before 2.15
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
@@ -175,6 +177,21 @@ def keep_unsharded(model: nn.Module, keep: bool, *, last: bool) -> None:
         unit.set_requires_gradient_sync(last or not keep, recurse=False)
         if unit is not model:
             unit.set_reshard_after_forward(not keep, recurse=False)
+
+
+def run_backward(model: nn.Module, loss: Tensor) -> None:
+    """Run a backward pass, which adds up the gradients of each parameter in forward's dtype.
+
+    FSDP converts sums of batches to its reduction's dtype after the pass. If a pass does not reduce
+    gradients, FSDP of torch 2.15 would convert every single one: the sum of a tied matrix would
+    have other bits than in a pass that reduces, and more bytes.
+    """
+    for group in _groups(model):
+        for param in getattr(group, "_fsdp_params_with_wider_grad_dtype", ()):
+            if param._unsharded_param.grad is None:
+                param._unsharded_param.grad_dtype = None
+    with backward_products(model, loss.device):
+        loss.backward()
 
 
 def total_gradients(model: nn.Module) -> None:
@@ -205,7 +222,9 @@ def _forget_pass(model: Any) -> None:
     """
     reshard(model)
     keep_unsharded(model, False, last=True)
-    model._get_fsdp_state()._root_post_backward_final_callback()  # no gradient is left to reduce
+    root = model._get_fsdp_state()
+    root._state_ctx.manual_backward_finalization_active = False  # torch 2.15 sets it in backward
+    root._root_post_backward_final_callback()  # no gradient is left to reduce
     for module in _wrapped(model):
         state = module._get_fsdp_state()
         state._modules_to_run_forward.clear()
@@ -307,11 +326,11 @@ def _shard(
         rule = f"this model has no parameters {listed(unknown)}"
         raise ValueError(f"shard_dims: {rule}; leave them out")
     chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
-    policy = MixedPrecisionPolicy()
-    if config.param_dtype is not None:
-        policy = MixedPrecisionPolicy(
-            param_dtype=config.torch_param_dtype, reduce_dtype=torch.float32
-        )
+    wide = config.param_dtype is not None or config.batch_invariant
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if config.param_dtype is None else config.torch_param_dtype,
+        reduce_dtype=torch.float32 if wide else None,
+    )
     layers = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in layers]
     units: list[Any] = [*_units(blocks, config.torch_param_dtype), *_vocabulary(model), model]
@@ -439,7 +458,7 @@ def _shards(group: Any) -> list[Tensor]:
 def _keep_fp32_gradients(model: nn.Module) -> None:
     """Keep reduced gradients, and their sums over micro batches, in fp32."""
     for group in _groups(model):
-        group._orig_dtype = torch.float32
+        group._orig_dtype = torch.float32  # torch 2.15 takes it from the shards' grad_dtype
 
 
 def _wrapped(model: nn.Module) -> list[FSDPModule]:
