@@ -40,12 +40,14 @@ class PromptFormat:
             tokens (BOS) precede.
         system_prompt: System turn before prompts that do not begin with one.
         arguments: Further arguments of the template.
+        started: Time that the template writes as the present; None: the present itself.
     """
 
     tokenizer: Any
     template: str | None
     system_prompt: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    started: datetime | None = None
 
     def encode(self, problems: Sequence[Problem]) -> list[array[int]]:
         """Return the token ids of each problem's prompt.
@@ -76,6 +78,7 @@ class PromptFormat:
         if self.system_prompt and chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": self.system_prompt})
         try:
+            self._set_present()
             text: str = self.tokenizer.apply_chat_template(
                 chat,
                 tools=[*problem.tools] or None,
@@ -87,6 +90,17 @@ class PromptFormat:
         except Exception as error:  # jinja2 errors, or any error of an expression in it
             raise TemplateError(problem, one_line(error)) from error
         return text
+
+    def _set_present(self) -> None:
+        """Replace `strftime_now` in the compiled template, which transformers keeps for its text.
+
+        transformers 5.24 passes functions among the arguments to the template as text.
+        """
+        if self.started is not None:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            compiled = _compile_jinja_template(self.template)
+            compiled.globals["strftime_now"] = self.started.strftime
 
     def _first_tokens(self) -> list[int]:
         """Return the special tokens that the tokenizer puts before a text."""
@@ -128,7 +142,8 @@ def prompt_format(section: TaskSection, tokenizer: Any, started: datetime) -> Pr
         tokenizer=tokenizer,
         template=template,
         system_prompt=section.system_prompt,
-        arguments={"strftime_now": started.strftime, **section.template_arguments},
+        arguments=section.template_arguments,
+        started=started,
     )
 
 
