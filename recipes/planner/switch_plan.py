@@ -140,7 +140,7 @@ class _SwitchPlanner:
         if "resident" in decisions.open:
             resident = decide(offloaded, self.recipe)
         overlap, chosen = decisions.overlap, "overlap" in decisions.open
-        if chosen and (offloaded.grows and not decisions.hand_over):
+        if chosen and offloaded.grows and not decisions.hand_over:
             overlap = [tag for tag in _leaving(offloaded, resident) if tag in TRAINED]
         if overlap and (offloaded.fits or not chosen):
             overlapped = self._switched(decisions, resident, overlap)

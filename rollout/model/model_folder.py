@@ -233,26 +233,25 @@ def token_ids(directory: Path) -> TokenIds:
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token, int) for token in listed):
         raise ValueError(f"{directory}: eos_token_id={ids!r} must be token ids; correct it")
-    if (tokenizer := _tokenizer(directory)) is None:
-        return TokenIds(frozenset(listed), None)
-    end, largest = tokenizer.eos_token_id, max(tokenizer.get_vocab().values(), default=-1)
+    end, largest = _tokenizer_ids(directory)
     ends = frozenset(listed if end is None else [*listed, end])
-    return TokenIds(ends, max([largest, *ends]) + 1)
+    return TokenIds(ends, None if largest is None else max([largest, *ends]) + 1)
 
 
-def _tokenizer(directory: Path) -> Any:
-    """Return transformers' tokenizer, None without one."""
+def _tokenizer_ids(directory: Path) -> tuple[int | None, int | None]:
+    """Return end token and largest id of transformers' tokenizer; None for what it lacks."""
     if not any(any(directory.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        return None
+        return None, None
     from transformers import AutoTokenizer
 
     for stem in _TOKENIZER_JSON[:-1]:
         _read_optional(directory / f"{stem}.json")
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return tokenizer.eos_token_id, max(tokenizer.get_vocab().values(), default=None)
     except Exception as error:  # a wrong file raises many types
         _read_optional(directory / "tokenizer.json")  # large, so it is read for the message only
         why = " ".join(str(error).split())
         text = "%s: the tokenizer cannot be read, so its end token ends no answer: %s"
         _log.warning(text, directory, why)
-        return None
+        return None, None
