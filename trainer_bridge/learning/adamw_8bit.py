@@ -73,7 +73,8 @@ class AdamW8bit(torch.optim.Optimizer):
         flat = itertools.chain.from_iterable(specs.values() for specs in named)
         tensors = iter(side_by_side(list(flat), saver, tag))
         for param, specs in zip(params, named, strict=True):
-            shards = {name: _sharded(name, next(tensors).zero_(), param) for name in specs}
+            zeros = ((name, next(tensors).fill_(_zero(name))) for name in specs)
+            shards = {name: _sharded(name, local, param) for name, local in zeros}
             self.state[param] = {"step": self._step, **shards}
 
     @torch.no_grad()
@@ -114,6 +115,15 @@ class AdamW8bit(torch.optim.Optimizer):
                 kernels.optimizer_update_8bit_blockwise(
                     "adam", grads[part], weights[part], **moments, **how
                 )
+
+
+def _zero(name: str) -> int:
+    """Return what a tensor of `moment_specs` holds where the moment is 0.
+
+    The GPU's kernel gives a code the sign of its moment. Code 0 is negative, so that it and a
+    gradient of -0.0 would become a small negative moment.
+    """
+    return zero_code(name.removesuffix(CODES)) if name.endswith(CODES) else 0
 
 
 @contextlib.contextmanager

@@ -31,9 +31,9 @@ CLOCK_FIGURES = (  # these differ between runs of one recipe
 
 EXACT_SMOLLM2 = (  # random weights
     *("model.shape=smollm2-135m", "driver=inprocess", "exact=true", "task.workers=0"),
-    "task.rewards=[tests.helpers.recipes.reward_functions:kept]",
+    "task.rewards=[tests.helpers.recipes.reward_functions:by_place]",
     *("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "sampling.max_tokens=128"),
-    *("trainer.micro_batch_size=64", "trainer.learning_rate=0.001"),
+    *("trainer.micro_batch_size=64", "trainer.learning_rate=0.0001"),
     *("checkpoint.every=25", "checkpoint.export_every=0", "eval.every=0", "steps=50"),
 )
 
