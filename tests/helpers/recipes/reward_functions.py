@@ -84,6 +84,10 @@ def nothing(**columns: Any) -> None:
     return None
 
 
+def kept(completion: str) -> float:
+    return len(completion) / 100
+
+
 def by_place(completions: Sequence[str]) -> list[float]:
     """Return the place of each answer, so that no group can lose its signal."""
     return [float(place) for place, _ in enumerate(completions)]
