@@ -42,7 +42,7 @@ $(READY): .venv/.run
 .venv-%/.ready: export PIP_CONSTRAINT = $(CURDIR)/$(@D)/limits.txt
 .venv-%/.ready: $(SOURCES)
 	$(PY) -m venv $(@D)
-	test $* = newest || grep -oE '[a-z0-9-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed 's/\[.*\]//; s/>=/==/' > $(PIP_CONSTRAINT)
+	test $* = newest || grep -oE '[a-z0-9_-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed 's/\[.*\]//; s/>=/==/' > $(PIP_CONSTRAINT)
 	touch $(PIP_CONSTRAINT)
 	$(PIP) $(EVERYTHING)
 	$(PIP) $(OTHERS)

@@ -25,7 +25,7 @@ CASES = {
     "fp8 cache, corrected": FP8,
 }
 ALWAYS = "driver=inprocess checkpoint.every=0 checkpoint.export_every=null samples=0"
-TINY = "steps=2 eval.every=1 grpo.prompts_per_step=2 grpo.samples_per_prompt=4"
+TINY = "steps=2 eval.every=1 loop.prompts_per_step=2 loop.samples_per_prompt=4"
 LEAST = 1e-4  # nats; smaller mismatches are drawn on a linear scale
 
 

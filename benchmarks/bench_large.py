@@ -29,7 +29,7 @@ from recipes.logs.report_page import DEVICE, measured_peaks
 from recipes.logs.run_folder import switch_seconds
 
 PLANS = Path("examples/plans")
-STEPS = ("steps=3", "exact=false", "grpo.prompts_per_step=16", "grpo.samples_per_prompt=8")
+STEPS = ("steps=3", "exact=false", "loop.prompts_per_step=16", "loop.samples_per_prompt=8")
 TASK = ("task.name=benchmarks.coin_task:coin",)
 LORA = ("lora.rank=32", "trainer.learning_rate=1e-5", "trainer.micro_batch_size=2")
 HALVED = ("cluster.n_gpus_per_node=4", "trainer.optimizer=adamw_8bit", "trainer.dtype=bfloat16")

@@ -34,7 +34,7 @@ from recipes.logs.run_folder import Row, whole_rows
 from recipes.run import start_run
 
 GRPO, FOUR = "GRPO", "GRPO, 2 x 2"
-TWICE = "grpo.epochs=2 grpo.mini_batches=2"
+TWICE = "loop.epochs=2 loop.mini_batches=2"
 ROWS = {
     "Advantages": {
         GRPO: "",
@@ -69,12 +69,12 @@ ROWS = {
 
 CASES = {name: keys for row in ROWS.values() for name, keys in row.items()}
 SIZES = {
-    "tiny": "steps=40 grpo.prompts_per_step=32 grpo.samples_per_prompt=8 "
+    "tiny": "steps=40 loop.prompts_per_step=32 loop.samples_per_prompt=8 "
     "trainer.learning_rate=3.0e-3"
 }
 """Keys by recipe that make its curves tell something in little time."""
 
-TINY = "steps=2 grpo.prompts_per_step=2 grpo.samples_per_prompt=4"
+TINY = "steps=2 loop.prompts_per_step=2 loop.samples_per_prompt=4"
 ALWAYS = "checkpoint.every=0 checkpoint.export_every=null eval.patience=0 samples=0 "
 ALWAYS += "exact=false"  # Only some cases could be exact.
 METRICS = "metrics.jsonl"
@@ -133,14 +133,13 @@ def settings_of(case: str, common: Sequence[str], recipe: Recipe) -> list[str]:
     keys = CASES[case].split()
     if "algorithm=ppo" not in keys:
         return [*common, *keys]
-    grpo, rate = recipe.grpo, recipe.trainer.learning_rate
-    sizes = {
-        "prompts_per_step": grpo.prompts_per_step,
-        "samples_per_prompt": grpo.samples_per_prompt,
-        "critic_learning_rate": rate,
-    }
+    rate = recipe.trainer.learning_rate
     others = [key for key in common if not key.startswith("grpo.")]
-    return [*others, *keys, *(f"ppo.{name}={value}" for name, value in sizes.items())]
+    sizes = (
+        f"loop.prompts_per_step={recipe.prompts_per_step}",
+        (f"loop.samples_per_prompt={recipe.samples_per_prompt}"),
+    )
+    return [*others, *keys, *sizes, f"ppo.critic_learning_rate={rate}"]
 
 
 def finished(recipe: str, settings: Sequence[str], folder: Path) -> list[Row]:

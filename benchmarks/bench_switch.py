@@ -54,7 +54,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> None:
     recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}", "exact=false"]
     if args.tiny:
         recipe = "tiny"
-        settings = ["steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4"]
+        settings = ["steps=3", "loop.prompts_per_step=2", "loop.samples_per_prompt=4"]
         settings.append("eval.every=0")
     runs = {
         name: stage_ms(recipe, [f"cycle.resident={keep}", *settings], folder / str(i))

@@ -60,9 +60,8 @@ def main(model: str, seed: int, steps: int, out: Path) -> None:
             output_dir=str(out / "trl"),
             seed=seed,
             max_steps=steps,
-            num_generations=recipe.grpo.samples_per_prompt,
-            per_device_train_batch_size=recipe.grpo.prompts_per_step
-            * recipe.grpo.samples_per_prompt,
+            num_generations=recipe.samples_per_prompt,
+            per_device_train_batch_size=recipe.answers_per_step,
             max_completion_length=recipe.sampling.max_tokens,
             temperature=recipe.sampling.temperature,
             learning_rate=recipe.trainer.learning_rate,

@@ -65,8 +65,8 @@ def ask(path: Path) -> list[int]:
 def train(path: Path, run_dir: Path, steps: int = 2) -> Path:
     """Run the packaged recipe `tiny` with this model, and return the run folder."""
     small = [
-        "grpo.prompts_per_step=8",
-        "grpo.samples_per_prompt=4",
+        "loop.prompts_per_step=8",
+        "loop.samples_per_prompt=4",
         f"steps={steps}",
         "eval.every=0",
     ]

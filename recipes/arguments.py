@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from memsaver.system.named_functions import absolute_name
 from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
 from recipes.loops.grpo import GrpoLoop
@@ -101,8 +102,9 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 
 def policy_loss(recipe: Recipe) -> PolicyLoss:
     """Return the loss of the policy's updates."""
-    names = ("kind", "aggregation", "clip_low", "clip_high", "dual_clip", "entropy_coef")
+    names = ("aggregation", "clip_low", "clip_high", "dual_clip", "entropy_coef")
     fields: dict[str, Any] = {name: getattr(recipe.loss, name) for name in names}
+    fields["kind"] = absolute_name(recipe.loss.kind)  # actors have another working directory
     if recipe.loss.aggregation == "constant":
         fields["max_tokens"] = recipe.sampling.max_tokens
     if recipe.kl_in == "loss" and recipe.kl_estimator != "k1":

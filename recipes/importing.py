@@ -1,41 +1,19 @@
-"""Import and call of the functions that a recipe names as `package.module:function`."""
+"""Import and call of the functions that a recipe names."""
 
 import contextlib
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+from memsaver.system.named_functions import import_named
 from recipes.errors import RecipeError, typed
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:
-    """Import `module:function`, also from a module in the working directory.
-
-    Raises:
-        RecipeError: The module cannot be imported, or has no such function. The message begins with
-            `key`.
-    """
-    module_name, _, attribute = name.partition(":")
-    if module_name.endswith(".py"):
-        file = Path(module_name)
-        where = "" if file.parent == Path() else f", with PYTHONPATH={file.parent.absolute()}"
-        rule = "names a file instead of a module"
-        raise RecipeError(f"{key}: {rule}; name {file.stem}:{attribute}{where}")
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)
+    """Import what `import_named` takes; its error becomes a RecipeError that begins with `key`."""
     try:
-        function = getattr(importlib.import_module(module_name), attribute, None)
-    except (Exception, SystemExit) as error:
-        rule = f"cannot import {module_name}: {typed(error)}"
-        absent = isinstance(error, ModuleNotFoundError)
-        remedy = "run in the folder of the module, or set PYTHONPATH" if absent else "correct it"
-        raise RecipeError(f"{key}: {rule}; {remedy}") from error
-    if not callable(function):
-        rule = f"{module_name} has no function {attribute}; define it, or correct the name"
-        raise RecipeError(f"{key}: {rule}")
+        function: Callable[..., Any] = import_named(name)
+    except ValueError as error:
+        raise RecipeError(f"{key}: {error}") from error
     return function
 
 

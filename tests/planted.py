@@ -443,8 +443,8 @@ BUGS = [
         "prompts of a step's later generations come again in the next step",
         "recipes/loops/loop.py",
         "recipes/loops/test_rounds.py",
-        'row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)',
-        "self.setup.recipe.loop.prompts_per_step",
+        'row.get("groups_sampled", self.setup.recipe.prompts_per_step)',
+        "self.setup.recipe.prompts_per_step",
     ),
     Bug(
         "a reference is refreshed a step late",

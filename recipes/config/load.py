@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import functools
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from recipes.config.older import values_now, words_now
 from recipes.config.recipe import (
     FIELDS,
     Recipe,
@@ -26,8 +26,6 @@ from recipes.config.yaml_values import read_values, values_text
 from recipes.errors import RecipeError, shown
 
 PACKAGE = Path(__file__).parent.parent
-ONLY = [("top_k", 0), ("top_p", 1.0)]
-"""Keys of `sampling` in older recipes, with their only value."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -44,7 +42,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: The message has a line for each fault: place, key and value, rule, remedy.
     """
     file = find_recipe(path)
-    values = _of_before(read_values(file, overrides))
+    algorithm = read_values(file, overrides).get("algorithm", "grpo")
+    overrides = words_now(overrides, algorithm)
+    values = values_now(read_values(file, overrides), algorithm)
     typed = [override.partition("=")[0] for override in overrides]
 
     def placed(key: str, fault: str) -> str:
@@ -99,21 +99,6 @@ def first_sentence(packaged: str) -> str:
 def recipe_text(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML, which `load` reads back as an equal recipe."""
     return values_text(dataclasses.asdict(recipe))
-
-
-def _of_before(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of an older recipe with its keys and figures as they are now."""
-    sampling = values.get("sampling")
-    if isinstance(sampling, dict):  # Both had one value only.
-        kept = {key: sampling[key] for key in sampling if (key, sampling[key]) not in ONLY}
-        values = {**values, "sampling": kept}
-    section = values.get("eval")
-    best = section.get("best") if isinstance(section, dict) else None
-    if not (isinstance(best, str) and best.startswith("exact_match")):
-        return values
-    now = best.replace("exact_match", "correct", 1)
-    print(f"memsaver: eval.best={best}: is called {now} now and read so", file=sys.stderr)
-    return {**values, "eval": {**values["eval"], "best": now}}
 
 
 def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, str]]:

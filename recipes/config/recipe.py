@@ -25,21 +25,22 @@ class Recipe:
         model: The model of trainer and rollout.
         task: Problems and rewards.
         steps: Steps of the run.
-        algorithm: Training algorithm; the section of its name applies.
+        algorithm: Training algorithm; the section of its name applies, and `loop`.
         engine: The rollout engine and its KV pool.
         trainer: The optimizer and the training step.
         lora: Adapters.
         sampling: Sampling of training answers.
         loss: The loss of the policy's updates.
         correction: Correction of that loss for a rollout that computes other probabilities.
-        grpo: A step of GRPO.
-        ppo: A step of PPO.
+        loop: A step's samples and updates.
+        grpo: Advantages of GRPO.
+        ppo: Advantages and critic of PPO.
         eval: Evaluations.
         checkpoint: Checkpoints and restarts.
         cycle: The hand-over between trainer and rollout.
         cluster: The devices.
         trackers: Where figures and samples go besides the run's folder: tensorboard, wandb, mlflow,
-            trackio, swanlab, prometheus, prometheus:PORT, or package.module:function.
+            trackio, swanlab, prometheus, prometheus:PORT, or a function of yours.
         samples: Answers of each step and evaluation in samples.jsonl and in the trackers; 0: none.
         exact: Whether rollout and trainer compute the same bits, which updates check: true stops
             the run at a difference, warn only counts unequal_tokens; auto: warn on GPUs where
@@ -59,6 +60,7 @@ class Recipe:
     sampling: sections.SamplingSection = Field(default_factory=sections.SamplingSection)
     loss: sections.LossSection = Field(default_factory=sections.LossSection)
     correction: sections.CorrectionSection = Field(default_factory=sections.CorrectionSection)
+    loop: sections.LoopSection = Field(default_factory=sections.LoopSection)
     grpo: sections.GrpoSection = Field(default_factory=sections.GrpoSection)
     ppo: sections.PpoSection = Field(default_factory=sections.PpoSection)
     eval: sections.EvalSection = Field(default_factory=sections.EvalSection)
@@ -73,9 +75,14 @@ class Recipe:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @property
-    def loop(self) -> sections.GrpoSection | sections.PpoSection:
-        """Return the section of the algorithm."""
-        return self.grpo if self.algorithm == "grpo" else self.ppo
+    def prompts_per_step(self) -> int:
+        """Return the number of prompts of one step."""
+        return self.loop.prompts_per_step or (8 if self.algorithm == "grpo" else 32)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Return the number of answers to each prompt."""
+        return self.loop.samples_per_prompt or (8 if self.algorithm == "grpo" else 2)
 
     @property
     def updates_per_step(self) -> int:
@@ -85,7 +92,7 @@ class Recipe:
     @property
     def answers_per_step(self) -> int:
         """Return the number of answers of one step."""
-        return self.loop.prompts_per_step * self.loop.samples_per_prompt
+        return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def answers_per_rank(self) -> int:

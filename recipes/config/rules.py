@@ -149,7 +149,7 @@ def _of_exact(recipe: Recipe) -> Faults:
     if recipe.updates_per_step > 1:
         key = "epochs" if recipe.loop.epochs > 1 else "mini_batches"
         rule = f"excludes exact={shown(recipe.exact)}, which compares in a step's only update"
-        yield f"{recipe.algorithm}.{key}", rule
+        yield f"loop.{key}", rule
 
 
 def _of_training(recipe: Recipe) -> Faults:
@@ -222,7 +222,7 @@ def _of_evaluation(recipe: Recipe) -> Faults:
 def _of_loss(recipe: Recipe) -> Faults:
     answers = recipe.answers_per_step
     if recipe.loop.mini_batches > answers:
-        yield f"{recipe.algorithm}.mini_batches", f"exceeds the step's {answers} answers"
+        yield "loop.mini_batches", f"exceeds the step's {answers} answers"
     if recipe.loss.dual_clip is not None and recipe.loss.kind == "cispo":
         yield "loss.dual_clip", "excludes loss.kind=cispo, which limits all ratios"
     if recipe.reference_every and recipe.lora.rank:
@@ -253,11 +253,12 @@ def _of_grpo(recipe: Recipe) -> Faults:
         yield "grpo.scale", "excludes grpo.baseline=batch", "set grpo.scale=batch"
     if grpo.baseline == "batch" and grpo.sampling_rounds > 1:
         yield "grpo.sampling_rounds", "needs advantages within groups, not grpo.baseline=batch"
-    if grpo.baseline == "batch" and grpo.prompts_per_step * grpo.samples_per_prompt == 1:
-        yield "grpo.prompts_per_step", "leaves grpo.baseline=batch a single answer"
-    if grpo.baseline != "batch" and grpo.samples_per_prompt == 1:
+    if grpo.baseline == "batch" and recipe.answers_per_step == 1:
+        rule = "leaves grpo.baseline=batch a single answer"
+        yield "loop.prompts_per_step", rule, "set loop.prompts_per_step=8"
+    if grpo.baseline in ("group", "leave_one_out") and recipe.samples_per_prompt == 1:
         rule = f"leaves grpo.baseline={grpo.baseline} nothing to compare an answer with"
-        yield "grpo.samples_per_prompt", rule, "set grpo.samples_per_prompt=8"
+        yield "loop.samples_per_prompt", rule, "set loop.samples_per_prompt=8"
 
 
 def _of_ppo(recipe: Recipe) -> Faults:
@@ -321,7 +322,7 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
         "engine.kv_cache_dtype": "is untested",
         "engine.host_to_device_ratio": native,
         "model.fp32_router": native,
-        f"{recipe.algorithm}.router_replay": native,
+        "loop.router_replay": native,
         "cluster.nnodes": "is untested above one machine",
         "cluster.rollout_gpus": "is untested",
         "cluster.rollout_nodes": "is untested",
@@ -377,12 +378,11 @@ def _idle_of_loss(recipe: Recipe) -> dict[str, str]:
     idle = {}
     if recipe.updates_per_step == 1:
         # Values have not moved, so clipping them does nothing. Unless ratios compare with the
-        # rollout's probabilities, they are 1, and the gradients of all kinds are equal.
+        # rollout's probabilities, they are 1, and the gradients of all packaged kinds are equal.
         keys = ["ppo.value_clip"]
-        if recipe.correction_mode != "bypass":
+        if recipe.correction_mode != "bypass" and ":" not in recipe.loss.kind:
             keys += ["loss.kind", "loss.clip_low", "loss.clip_high", "loss.dual_clip"]
-        name = recipe.algorithm
-        idle = dict.fromkeys(keys, f"one update a step ({name}.epochs=1, {name}.mini_batches=1)")
+        idle = dict.fromkeys(keys, "one update a step (loop.epochs=1, loop.mini_batches=1)")
     if not recipe.loss.kl_coef:
         of_kl = ("loss.kl_in", "loss.kl_estimator", "loss.reference_every")
         idle |= dict.fromkeys(of_kl, "loss.kl_coef=0")

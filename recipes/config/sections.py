@@ -33,6 +33,8 @@ UpToOne = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 MasterDtype = Literal["float32", "bfloat16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
+Named = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]
+"""A function of the user: package.module:function, or folder/file.py:function."""
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]
 Scale = Literal["group", "batch", "none"]
@@ -258,8 +260,8 @@ class LossSection:
     """The loss of the policy's updates; docs/losses.md has the formulas.
 
     Attributes:
-        kind: Clipped ratios of tokens (ppo) or of whole answers (gspo), or log-probabilities with
-            clipped weights (cispo).
+        kind: Clipped ratios of tokens (ppo) or of whole answers (gspo), log-probabilities with
+            clipped weights (cispo), or a function of yours, such as my_losses.py:soft_clip.
         aggregation: What the loss averages: all tokens (token), answers, each the mean of its
             tokens (sequence), or all tokens with sampling.max_tokens as the length of every answer
             (constant).
@@ -278,7 +280,7 @@ class LossSection:
             still count in the advantages of others.
     """
 
-    kind: LossKind = "ppo"
+    kind: LossKind | Named = "ppo"
     aggregation: Aggregation = "token"
     clip_low: UpToOne = 0.2
     clip_high: Positive = 0.2
@@ -325,62 +327,63 @@ class CorrectionSection:
 
 
 @section
-class GrpoSection:
-    """One step of GRPO: answers to some prompts, advantages from their rewards alone, updates.
+class LoopSection:
+    """What one step of any algorithm samples, and how often it updates.
 
     Attributes:
-        prompts_per_step: Prompts of one step.
-        samples_per_prompt: Answers to each prompt, the group whose rewards the advantages compare.
-        sampling_rounds: Most generations of one step. Above 1, prompts whose answers all have the
-            same reward are replaced by new prompts (dynamic sampling).
-        baseline: What an answer's reward is compared with: the mean of its group, of the group's
-            other answers (leave_one_out, RLOO), or of all tokens of the step (batch, REINFORCE++).
-        scale: Deviation of rewards that divides the advantages: of the group, of the batch (all
-            answers of the step), or none.
+        prompts_per_step: Prompts of one step; null: 8 with grpo, 32 with ppo.
+        samples_per_prompt: Answers to each prompt, with grpo the group whose rewards the advantages
+            compare; null: 8 with grpo, 2 with ppo.
         epochs: Passes over the answers of a step.
         mini_batches: Updates in one pass.
-        router_replay: Whether the trainer routes tokens to the experts that the engine chose.
+        router_replay: Whether the policy routes tokens to the experts that the engine chose.
     """
 
-    prompts_per_step: Count = 8
-    samples_per_prompt: Count = 8
-    sampling_rounds: Count = 1
-    baseline: Baseline = "group"
-    scale: Scale = "group"
+    prompts_per_step: Count | None = None
+    samples_per_prompt: Count | None = None
     epochs: Count = 1
     mini_batches: Count = 1
     router_replay: bool = False
 
 
 @section
-class PpoSection:
-    """One step of PPO: answers to some prompts, advantages from a critic (GAE), updates.
+class GrpoSection:
+    """Advantages from the rewards of a step's answers alone.
 
     Attributes:
-        prompts_per_step: Prompts of one step.
-        samples_per_prompt: Answers to each prompt.
-        epochs: Passes over the answers of a step.
-        mini_batches: Updates in one pass.
+        sampling_rounds: Most generations of one step. Above 1, prompts whose answers all have the
+            same reward are replaced by new prompts (dynamic sampling).
+        baseline: What an answer's reward is compared with: the mean of its group, of the group's
+            other answers (leave_one_out, RLOO), of all tokens of the step (batch, REINFORCE++), or
+            a function of yours.
+        scale: Deviation of rewards that divides the advantages: of the group, of the batch (all
+            answers of the step), none, or a function of yours.
+    """
+
+    sampling_rounds: Count = 1
+    baseline: Baseline | Named = "group"
+    scale: Scale | Named = "group"
+
+
+@section
+class PpoSection:
+    """Advantages from a critic (GAE), and the critic's updates.
+
+    Attributes:
         gamma: Discount of later rewards.
         gae_lambda: Decay of generalized advantage estimation.
         normalize_advantages: Whether advantages are normalized over all tokens of the updates.
         critic_learning_rate: Learning rate of the critic.
         value_clip: How far a value may move from the old one before its loss is clipped.
         critic_warmup_steps: Number of first steps that train only the critic.
-        router_replay: Whether the policy routes tokens to the experts that the engine chose.
     """
 
-    prompts_per_step: Count = 32
-    samples_per_prompt: Count = 2
-    epochs: Count = 1
-    mini_batches: Count = 1
     gamma: UpToOne = 1.0
     gae_lambda: UpToOne = 0.95
     normalize_advantages: bool = True
     critic_learning_rate: BetweenZeroAndOne = 1e-5
     value_clip: Positive = 0.2
     critic_warmup_steps: CountOrZero = 0
-    router_replay: bool = False
 
 
 DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
@@ -393,7 +396,7 @@ class ProblemSection:
 
     Attributes:
         name: Source of the problems: toy (needs no download), file (`data`), reasoning_gym:NAME (a
-            generator of reasoning-gym), or package.module:function (see `recipes.tasks`).
+            generator of reasoning-gym), or a function of yours (see `recipes.tasks`).
         label: Name of the set in figures, of letters, digits and _.-; null: the name of the file,
             generator or function.
         data: With name=file, a JSONL, JSON, CSV or parquet file, a folder of such files, or
@@ -406,8 +409,8 @@ class ProblemSection:
         held_out_fraction: Share of the problems that training never sees; 0: none, if `eval.sets`
             names others or eval.every=0.
         weight: Share of the prompts that come from this set, relative to the other sets' weights.
-        rewards: Reward functions as package.module:function, or the packaged exact_match, math and
-            number; empty: the source's own.
+        rewards: Reward functions, such as my_rewards.py:brief or package.module:function, or the
+            packaged exact_match, math and number; empty: the source's own.
         reward_weights: Weight of each reward function in the sum; empty: 1 each.
         extract: Part of an answer that packaged functions, files and reasoning_gym score: the whole
             text, its last number, the content of its last \\boxed{}, or of its last <answer> tag.
@@ -418,7 +421,7 @@ class ProblemSection:
     name: Annotated[
         str,
         Field(
-            pattern=r"^(toy|file|\w+(\.\w+)*:\w+)$",
+            pattern=r"^(toy|file|[^:]+:\w+)$",
             examples=["toy"],
         ),
     ]

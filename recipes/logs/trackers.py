@@ -360,7 +360,7 @@ def make_tracker(name: str) -> Tracker:
 
     Args:
         name: As in the key `trackers`: tensorboard, wandb, trackio, swanlab, mlflow, prometheus,
-            prometheus:PORT, or package.module:function, a function that returns a tracker.
+            prometheus:PORT, or module:function, which returns a tracker.
 
     Returns:
         The tracker.
@@ -376,7 +376,7 @@ def make_tracker(name: str) -> Tracker:
     elif kind not in PACKAGED and rest.isidentifier():
         return _custom(key, name)
     else:
-        rule = f"must be one of {', '.join(PACKAGED)}, prometheus:PORT, or package.module:function"
+        rule = f"must be one of {', '.join(PACKAGED)}, prometheus:PORT, or my_trackers.py:function"
         raise RecipeError(f"{key}: {rule}")
     try:
         return make()

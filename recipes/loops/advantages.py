@@ -10,10 +10,12 @@ Sources:
     batch: Hu et al., "REINFORCE++" (2025).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from memsaver.system.named_functions import import_named
 from recipes.config.recipe import Recipe
 from recipes.config.sections import Baseline, Scale
 from recipes.loops.numbers import centered, deviation
@@ -21,6 +23,12 @@ from trainer_bridge.learning import Numbers, PerToken, by_answer, flat, k3, log_
 
 EPSILON = 1e-6
 """Added to a deviation."""
+
+OwnBaseline = Callable[[Numbers], "Numbers | float"]
+"""Returns the baseline of a group's known rewards [n], a number or [n]."""
+
+OwnScale = Callable[[Numbers, Numbers], float]
+"""Returns the divisor of a group from its rewards [n] and those of all answers of the step."""
 
 
 def compute_advantages(
@@ -34,14 +42,20 @@ def compute_advantages(
     The penalties of `kl_penalties` are subtracted from the rewards: from an answer's the sum over
     its tokens.
     """
-    grpo, per_token = recipe.grpo, kl_penalties(recipe, logprobs, ref_logprobs)
-    if grpo.baseline == "batch":
-        return compare_tokens(rewards, per_token, grpo.scale)
+    per_token = kl_penalties(recipe, logprobs, ref_logprobs)
+    baseline, scale = _function(recipe.grpo.baseline), _function(recipe.grpo.scale)
+    if baseline == "batch":
+        return compare_tokens(rewards, per_token, scale)
     earned = [
         None if reward is None else reward - sum(row)
         for reward, row in zip(rewards, per_token, strict=True)
     ]
-    return compare_answers(earned, grpo.samples_per_prompt, grpo.baseline, grpo.scale)
+    return compare_answers(earned, recipe.samples_per_prompt, baseline, scale)
+
+
+def _function(choice: str) -> Any:
+    """Return the function that a key names, or the packaged choice itself."""
+    return import_named(choice) if ":" in choice else choice
 
 
 def kl_penalties(recipe: Recipe, logprobs: PerToken, ref_logprobs: PerToken | None) -> PerToken:
@@ -68,8 +82,8 @@ def kl_penalties(recipe: Recipe, logprobs: PerToken, ref_logprobs: PerToken | No
 def compare_answers(
     rewards: Sequence[float | None],
     group_size: int,
-    baseline: Baseline = "group",
-    scale: Scale = "group",
+    baseline: Baseline | OwnBaseline = "group",
+    scale: Scale | OwnScale = "group",
 ) -> list[float]:
     """Compare each reward with the rewards of its group.
 
@@ -83,8 +97,8 @@ def compare_answers(
         rewards: Rewards of whole groups, whose answers are adjacent. An answer whose reward is None
             or NaN is left out of its group and gets 0; leave it out of the update, too.
         group_size: Answers of each group.
-        baseline: Baseline of a group, group or leave_one_out.
-        scale: Deviation that divides: group, batch or none.
+        baseline: Baseline of a group, group or leave_one_out, or a function of the group's rewards.
+        scale: Deviation that divides: group, batch or none, or a function that returns the divisor.
 
     Returns:
         An advantage for each reward.
@@ -93,25 +107,35 @@ def compare_answers(
         ValueError: The last group is not whole.
     """
     groups = _grouped(rewards, group_size)
-    of_batch = deviation(groups[~np.isnan(groups)]) if scale == "batch" else 0.0
+    batch = groups[~np.isnan(groups)]
     advantages = np.zeros_like(groups)
     for group, result in zip(groups, advantages, strict=True):
         known = ~np.isnan(group)
-        count = int(known.sum())
-        if not count:
-            continue
-        result[known] = centered(group[known])
-        if baseline == "leave_one_out" and count > 1:
-            # The mean of the others is further away by this factor.
-            result[known] *= count / (count - 1)
-        if scale != "none":
-            spread = deviation(group[known]) if scale == "group" else of_batch
-            result[known] /= spread + EPSILON
+        if known.any():
+            own = group[known]
+            result[known] = _compared(own, baseline) / _divisor(scale, own, batch)
     return advantages.ravel().tolist()
 
 
+def _compared(group: Numbers, baseline: Baseline | OwnBaseline) -> Numbers:
+    if callable(baseline):
+        return group - baseline(group)
+    if baseline == "leave_one_out" and len(group) > 1:
+        # The mean of the others is further away by this factor.
+        return centered(group) * (len(group) / (len(group) - 1))
+    return centered(group)
+
+
+def _divisor(scale: Scale | OwnScale, group: Numbers, batch: Numbers) -> float:
+    if callable(scale):
+        return scale(group, batch)
+    if scale == "none":
+        return 1.0
+    return deviation(group if scale == "group" else batch) + EPSILON
+
+
 def compare_tokens(
-    rewards: Sequence[float | None], penalties: PerToken, scale: Scale = "batch"
+    rewards: Sequence[float | None], penalties: PerToken, scale: Scale | OwnScale = "batch"
 ) -> PerToken:
     """Compare the return of each token with the mean over all tokens.
 
@@ -122,7 +146,7 @@ def compare_tokens(
     Args:
         rewards: Reward of each answer. Tokens of an answer whose reward is None get 0.
         penalties: Penalty of each token, per answer.
-        scale: Deviation that divides: batch or none.
+        scale: Deviation that divides: batch or none, or a function that returns the divisor.
 
     Returns:
         An advantage for each token, per answer.
@@ -135,8 +159,7 @@ def compare_tokens(
     if not earned:
         return [[0.0] * len(row) for row in penalties]
     advantages = centered(flat(earned))
-    if scale == "batch":
-        advantages /= deviation(advantages) + EPSILON
+    advantages /= _divisor(scale, advantages, advantages)
     rows = iter(by_answer(advantages, list(map(len, earned))))
     return [
         [0.0] * len(row) if reward is None else next(rows)

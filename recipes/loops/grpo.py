@@ -57,7 +57,7 @@ class GrpoLoop(Loop):
 
     def learn(self, step: int, samples: Samples, scoring: Scoring) -> dict[str, float]:
         """Update the policy on answers of whole groups, and return figures of the models."""
-        recipe, grpo = self.setup.recipe, self.setup.recipe.grpo
+        recipe, loop = self.setup.recipe, self.setup.recipe.loop
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         correction = correct_step(self.setup, samples, logprobs)
@@ -77,6 +77,6 @@ class GrpoLoop(Loop):
         )
         taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
         batch = batch.select(taken)
-        parts = mini_batches(len(batch), grpo.epochs, grpo.mini_batches, recipe.seed, step)
+        parts = mini_batches(len(batch), loop.epochs, loop.mini_batches, recipe.seed, step)
         with self.stage("update_actor"):
             return figures | update(self.trainer.update_actor, batch, parts)

@@ -121,7 +121,7 @@ class Loop(abc.ABC):
             self.to_train()
             return
         row = {"kind": "train", "step": step, **self.whole_step(step)}
-        groups = row.get("groups_sampled", self.setup.recipe.loop.prompts_per_step)
+        groups = row.get("groups_sampled", self.setup.recipe.prompts_per_step)
         self.drawn += groups
         row["prompts_drawn"] = self.drawn
         row |= {"step_seconds": time.monotonic() - started, "stages": dict(monitor.seconds)}
@@ -187,7 +187,7 @@ class Loop(abc.ABC):
         Returns:
             The answers, and a function that waits for their scores.
         """
-        places = places or range(self.setup.recipe.loop.prompts_per_step)
+        places = places or range(self.setup.recipe.prompts_per_step)
         # The parameters take memory of the KV pool, which a further generation would lack.
         if last:
             with self.monitor.phase("prefetch"):

@@ -84,7 +84,8 @@ class PpoLoop(Loop):
         with self.stage("compute_advantages"):
             rewards = [reward for i in taken if (reward := scores[i].reward) is not None]
             batch, figures = with_advantages(batch.select(taken), rewards, recipe)
-        parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
+        loop = recipe.loop
+        parts = mini_batches(len(batch), loop.epochs, loop.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
             row |= figures | update(trainer.update_critic, batch, parts)
         if step > ppo.critic_warmup_steps:

@@ -54,7 +54,7 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
     if grpo.sampling_rounds == 1:
         return Sampled(*loop.sample(step))
     signal, parts, scores = list[bool](), list[Samples](), list[Scored]()
-    while len(parts) < grpo.sampling_rounds and (missing := grpo.prompts_per_step - sum(signal)):
+    while len(parts) < grpo.sampling_rounds and (missing := recipe.prompts_per_step - sum(signal)):
         places = range(len(signal), len(signal) + missing)
         last = len(parts) + 1 == grpo.sampling_rounds
         samples, scoring = loop.sample(step, places, last)
@@ -68,14 +68,14 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
     if not any(signal):
         drawn = f"{len(signal)} groups of {len(parts)} generations"
         loop.monitor.view.note(f"step {step}: no update: none of {drawn} has signal")
-    taken = [index for index in range(len(scores)) if signal[index // grpo.samples_per_prompt]]
+    taken = [index for index in range(len(scores)) if signal[index // recipe.samples_per_prompt]]
     figures = {"groups_sampled": len(signal), "sampling_rounds": len(parts)}
     return Sampled(Samples.joined(parts), lambda: scores, taken, figures)
 
 
 def learnable(samples: Samples, scores: Sequence[Scored], recipe: Recipe) -> list[bool]:
     """Return for each group whether it has signal and an answer that updates take."""
-    size, taken = recipe.grpo.samples_per_prompt, usable(samples, scores, recipe.loss.mask_cut_off)
+    size, taken = recipe.samples_per_prompt, usable(samples, scores, recipe.loss.mask_cut_off)
     signal = with_signal([score.raw_reward for score in scores], size)
     present = {index // size for index in taken}
     return [differs and number in present for number, differs in enumerate(signal)]

@@ -91,10 +91,10 @@ def generate_sequences(
         The answers, in the order of the prompts.
     """
     recipe = setup.recipe
-    apart, begin = recipe.loop.prompts_per_step, drawn + places.start
+    apart, begin = recipe.prompts_per_step, drawn + places.start
     prompts = pick_problems(setup.tasks.trained, len(places), recipe.seed, begin, apart)
     seeds = [sampling_seed(recipe.seed, step, place) for place in places]
-    temperature, samples = recipe.sampling.temperature, recipe.loop.samples_per_prompt
+    temperature, samples = recipe.sampling.temperature, recipe.samples_per_prompt
     return answer(rollout, setup, prompts, seeds, temperature=temperature, samples=samples)
 
 

@@ -27,7 +27,7 @@ from memsaver import MemorySaver
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
-from recipes.config.sections import PpoSection
+from recipes.config.sections import LoopSection
 from recipes.logs.monitor import Monitor, View
 from recipes.logs.run_folder import RunFolder
 from recipes.loops.loop import Loop
@@ -385,23 +385,26 @@ def _setup(
 ) -> Setup:
     answers = min(2 * decisions.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
-    loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
-    # First, because fewer answers may not fill the mini batches. Two updates stand for any number.
-    loop = dataclasses.replace(loop, epochs=min(2, recipe.updates_per_step), mini_batches=1)
-    if isinstance(loop, PpoSection):
-        loop = dataclasses.replace(loop, critic_warmup_steps=0)
-    else:  # All planned answers have the same reward.
-        loop = dataclasses.replace(loop, sampling_rounds=1)
-    loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
+    prompts = max(1, math.ceil(answers / group))
+    # Fewer answers may not fill the mini batches. Two updates stand for any number.
+    loop = LoopSection(
+        prompts_per_step=prompts,
+        samples_per_prompt=group,
+        epochs=min(2, recipe.updates_per_step),
+        router_replay=recipe.loop.router_replay,
+    )
+    ppo = dataclasses.replace(recipe.ppo, critic_warmup_steps=0)
+    grpo = dataclasses.replace(recipe.grpo, sampling_rounds=1)  # all rewards are equal
     # All planned answers are cut off, and every planned step refreshes the reference.
     refreshes = min(1, recipe.loss.reference_every)
     loss = dataclasses.replace(recipe.loss, mask_cut_off=False, reference_every=refreshes)
     # Random weights could reject all answers.
     correction = dataclasses.replace(recipe.correction, reject=None, reject_above=None, veto=None)
-    fields: dict[str, Any] = {recipe.algorithm: loop, "loss": loss, "correction": correction}
+    fields: dict[str, Any] = {"loop": loop, "grpo": grpo, "ppo": ppo}
+    fields |= {"loss": loss, "correction": correction}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     ids = array("i", [0] * prompt_tokens)  # The planned prompts have a length and no content.
-    numbers = range(loop.prompts_per_step)
+    numbers = range(prompts)
     problems = tuple(Problem(prompt=str(number), prompt_ids=ids) for number in numbers)
     wrong = Score(reward=0.0, correct=False)
     task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)

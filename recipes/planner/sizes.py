@@ -147,7 +147,7 @@ def engine_sizes(
         kv_cache = hosted_pool(recipe, kv_layout, padded * kv_layout.bytes_per_token, layers)
     running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
     inner = sum(widths) + 8 * fields["hidden_size"]
-    prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
+    prefill = min(recipe.engine.max_prefill_tokens, recipe.prompts_per_step * prompt_tokens)
     logits = running * vocabulary * (LOGITS if hosted else 4)
     if size > 1 and not hosted:  # The rank's columns, those of all ranks, and the joined rows.
         logits += running * vocabulary * dtype.itemsize * (2 * size + 1) // size

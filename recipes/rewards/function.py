@@ -227,7 +227,7 @@ def _find(source: Source, extract: Extract) -> Callable[..., Any]:
         return partial(PACKAGED[source], extract=extract)
     if not all(source.partition(":")):
         packaged = ", ".join(sorted(PACKAGED))
-        raise RecipeError(f"is not packaged; take {packaged}, or name module:function")
+        raise RecipeError(f"is not packaged; take {packaged}, or name my_rewards.py:function")
     try:
         function = import_function(source, source)
     except RecipeError as error:

@@ -24,7 +24,8 @@ class RewardSet:
     """Reward functions of one set of problems; an answer's reward is their weighted sum.
 
     Attributes:
-        functions: Functions by name (`module:function`, exact_match, number or math), or callables.
+        functions: Functions by name (exact_match, number, math, `module:function` or
+            `file.py:function`), or callables.
         weights: Weight of each function; empty: 1 each.
         extract: Part of an answer that the packaged functions score, as `task.extract`.
         columns: Columns of the data set; an answer without one has None there.

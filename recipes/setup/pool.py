@@ -77,8 +77,8 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
     """Return the tokens that one engine's running requests fill if all are as long as allowed."""
     engines = recipe.cluster.engine_ranks // recipe.engine.tensor_parallel_size
-    prompts = math.ceil(recipe.loop.prompts_per_step / engines)
-    requests = prompts * recipe.loop.samples_per_prompt
+    prompts = math.ceil(recipe.prompts_per_step / engines)
+    requests = prompts * recipe.samples_per_prompt
     if recipe.eval.every:
         sets = 1 + len(recipe.task.mixture) + len(recipe.eval.sets)
         problems = math.ceil(sets * recipe.eval.problems / engines)

@@ -18,6 +18,7 @@ from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LORA_MODULES, LoraSection
 from recipes.errors import RecipeError, one_line, refused, shown, writable
+from recipes.importing import import_function
 from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import (
     describe_random_model,
@@ -131,6 +132,7 @@ def prepare(
     device, started = resolve_device(recipe), started or datetime.now()
     _check_packages(recipe)
     check_optimizer(recipe)
+    _check_functions(recipe)
     tasks = make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
@@ -246,7 +248,7 @@ def _check_weights(recipe: Recipe, model_dir: Path) -> None:
 
 
 def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
-    keys = {f"{recipe.algorithm}.router_replay": recipe.loop.router_replay}
+    keys = {"loop.router_replay": recipe.loop.router_replay}
     keys["model.fp32_router"] = recipe.model.fp32_router
     for key, value in keys.items():
         if value and not model.has_experts:
@@ -315,9 +317,17 @@ def _check_packages(recipe: Recipe) -> None:
             raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
 
 
+def _check_functions(recipe: Recipe) -> None:
+    """Import what the algorithm's keys name, which is needed in the first update."""
+    keys = ["loss.kind", *(["grpo.baseline", "grpo.scale"] if recipe.algorithm == "grpo" else [])]
+    for key in keys:
+        if ":" in (name := recipe.value(key)):
+            import_function(f"{key}={name}", name)
+
+
 def _check_prompts(recipe: Recipe, tasks: Tasks) -> None:
     """Refuse a step that would need a problem twice."""
-    prompts, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
+    prompts, key = recipe.prompts_per_step, "loop.prompts_per_step"
     shares = shares_of(tuple(task.weight for task in tasks.trained))
     for index, task in enumerate(tasks.trained):
         most, size = shares.most(index, prompts), len(task.train)

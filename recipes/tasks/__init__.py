@@ -1,7 +1,8 @@
 """Tasks of a run: problems, their split into training and evaluation, and their scores.
 
-`task.name=package.module:function` names a custom task: `function(section)` gets the recipe's
-section of this set of problems and returns a `Task`; `split` divides its problems.
+`task.name=package.module:function`, or `folder/file.py:function`, names a custom task:
+`function(section)` gets the recipe's section of this set of problems and returns a `Task`; `split`
+divides its problems.
 
 Importing this package imports no torch, so worker processes with a custom task start fast.
 """

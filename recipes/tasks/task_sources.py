@@ -102,7 +102,7 @@ def no_problem(task: Task, setting: str, remedy: str) -> RecipeError:
 
 
 def custom_task(section: ProblemSection, place: str) -> Task:
-    """Return the task of `module:function`, also from a module in the working directory."""
+    """Return the task that a function of the user makes."""
     key = f"{place}.name={section.name}"
     function = import_function(key, section.name)
     with calling(key):

@@ -120,7 +120,7 @@ def test_recipe_of_first_steps_loads_and_its_mistake_prints_the_error_shown(
     monkeypatch.chdir(tmp_path)
     assert load(name).steps == 20
     with pytest.raises(RecipeError) as raised:
-        load(name, ["grpo.samples_per_prompt=0"])
+        load(name, ["loop.samples_per_prompt=0"])
     assert f"memsaver: {raised.value}" in page.read_text()
 
 

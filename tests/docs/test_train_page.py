@@ -16,7 +16,7 @@ from tests.helpers.recipes.models import save_byte_model
 
 PAGE = ROOT / "docs" / "how-to" / "train.md"
 # Only these differ from what the page says: its model is a download, and learns on a GPU.
-SMALL = ["device=cpu", "sampling.max_tokens=4", "grpo.prompts_per_step=3", "eval.problems=2"]
+SMALL = ["device=cpu", "sampling.max_tokens=4", "loop.prompts_per_step=3", "eval.problems=2"]
 FULL_RUN = "memsaver run recipe.yaml --run-dir first"
 FETCH = "memsaver fetch smollm2-135m"
 

@@ -200,7 +200,7 @@ def test_strict_mypy_accepts_a_users_script_and_finds_its_mistake(
 
 def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:
     words = ["tiny", "steps=1", "eval.every=0"]
-    words += ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4"]
+    words += ["loop.prompts_per_step=8", "loop.samples_per_prompt=4"]
     run(environment / "bin" / "memsaver", "run", *words, "--run-dir", "run", cwd=tmp_path)
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["step"] == 1 and row["mismatch_max"] < 5e-5

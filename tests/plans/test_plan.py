@@ -111,7 +111,7 @@ APART = ["driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
 @pytest.mark.extended
 def test_plan_of_a_trainer_alone_on_its_gpu_equals_measurement() -> None:
     """Compare with the 25.83 GiB that torch held after updates on one H100."""
-    words = [*APART, "cluster.n_gpus_per_node=1", "grpo.prompts_per_step=16"]
+    words = [*APART, "cluster.n_gpus_per_node=1", "loop.prompts_per_step=16"]
     words += ["trainer.optimizer=adamw_8bit", "trainer.dtype=bfloat16", "sampling.max_tokens=512"]
     words += ["trainer.micro_batch_size=4"]
     recipe = recipes.load(PLANS / "qwen2.5-7b-8xh100.yaml", words)

@@ -324,7 +324,7 @@ def test_run_is_planned_only_if_a_decision_is_open(
     ("gib", "words", "keeps"),
     [
         (15, [], True),
-        (15, ["grpo.prompts_per_step=1", "grpo.samples_per_prompt=2"], False),
+        (15, ["loop.prompts_per_step=1", "loop.samples_per_prompt=2"], False),
         (14, [], False),
     ],
 )

@@ -18,7 +18,7 @@ from recipes.run import continue_run, start_run
 from tests.helpers.recipes.fake_sides import fake_runs
 from tests.helpers.recipes.tiny_runs import rows, trace, without_clock, without_pictures
 
-WORDS = ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=2", "samples=4", "checkpoint.keep=1"]
+WORDS = ["loop.prompts_per_step=8", "loop.samples_per_prompt=2", "samples=4", "checkpoint.keep=1"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -348,8 +348,8 @@ def test_run_on_a_file_and_a_mixture_resumes_and_refuses_other_data(
     template.write_text(time + TOY_TEMPLATE)
     words = ["task.name=file", f"task.data={data}", "task.max_prompt_tokens=15"]
     words += [f"task.template={template}"]
-    words += ["task.mixture=[{name: toy, weight: 0.5}]", "grpo.prompts_per_step=12"]
-    words += ["grpo.samples_per_prompt=2", "eval.every=0", "checkpoint.every=1"]
+    words += ["task.mixture=[{name: toy, weight: 0.5}]", "loop.prompts_per_step=12"]
+    words += ["loop.samples_per_prompt=2", "eval.every=0", "checkpoint.every=1"]
     assert main(["run", "tiny", *words, "steps=2", "--run-dir", str(run)]) == 0
     counts = "; left out: 1 whose prompt an earlier row has)"
     opening = capsys.readouterr().out.splitlines()[0]

@@ -156,7 +156,7 @@ def prepared(tmp_path: Path, template: str) -> Setup:
     data = write(tmp_path / "rows.jsonl", [{**row, "prompt": "user"} for row in SAVED])
     (tmp_path / "chat.jinja").write_text(template)
     words = ["task.name=file", f"task.data={data}", "task.held_out_fraction=0", "eval.every=0"]
-    words += [f"task.template={tmp_path}/chat.jinja", "grpo.prompts_per_step=1"]
+    words += [f"task.template={tmp_path}/chat.jinja", "loop.prompts_per_step=1"]
     return prepare(recipes.load("tiny", words), tmp_path / "run")
 
 

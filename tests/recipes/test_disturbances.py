@@ -30,7 +30,7 @@ from tests.helpers.recipes.fake_sides import fake_runs
 from tests.helpers.recipes.tiny_runs import rows, same_rows
 
 pytestmark = pytest.mark.usefixtures("fakes", "no_pictures")
-WORDS = ["steps=12", "grpo.prompts_per_step=16", "grpo.samples_per_prompt=2"]
+WORDS = ["steps=12", "loop.prompts_per_step=16", "loop.samples_per_prompt=2"]
 WORDS += ["eval.every=2", "eval.samples=2", "eval.temperature=1.0", "checkpoint.every=5"]
 PATIENT, IMPATIENT = "eval.patience=0", "eval.patience=2"
 # Steps of these runs have several generations, so that the prompts depend on the rewards.

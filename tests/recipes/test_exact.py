@@ -13,7 +13,7 @@ from tests.helpers.recipes.tiny_runs import EXACT_SMOLLM2, MakeRun, exported, ro
 from tests.helpers.trainer_bridge.states import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-SMALL = ("grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "eval.every=0", "exact=true")
+SMALL = ("loop.prompts_per_step=4", "loop.samples_per_prompt=4", "eval.every=0", "exact=true")
 SMALL += (
     "trainer.learning_rate=0.01",
     "task.rewards=[tests.helpers.recipes.reward_functions:kept]",
@@ -21,7 +21,7 @@ SMALL += (
 SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0", "steps=3")
 MIXTURE = "model.config.model_type=qwen3_moe model.config.num_experts=8 "
 MIXTURE += "model.config.num_experts_per_tok=2 model.config.moe_intermediate_size=32 "
-MIXTURE += "model.dtype=bfloat16 trainer.router_aux_loss_coef=0.001 grpo.router_replay=true"
+MIXTURE += "model.dtype=bfloat16 trainer.router_aux_loss_coef=0.001 loop.router_replay=true"
 INVARIANT = "trainer.batch_invariant=true", "trainer.keep_unsharded=true"
 
 
@@ -95,7 +95,7 @@ def test_steps_with_other_micro_batches_on_a_gpu_end_with_the_same_bits(
         ("lora.rank=8", "lora.rank=8: rounds, and exact=true compares bits"),
         ("engine.kv_cache_dtype=fp8_e4m3", "engine.kv_cache_dtype=fp8_e4m3: rounds"),
         ("engine.kind=vllm", "engine.kind=vllm: computes other bits than exact=true promises"),
-        ("grpo.epochs=2", "grpo.epochs=2: excludes exact=true"),
+        ("loop.epochs=2", "loop.epochs=2: excludes exact=true"),
         ("trainer.batch_invariant=true", "trainer.batch_invariant=true: needs exact=true"),
         (
             "algorithm=ppo trainer.batch_invariant=true trainer.keep_unsharded=true",

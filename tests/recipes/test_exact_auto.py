@@ -24,7 +24,7 @@ from tests.helpers.recipes.tiny_runs import rows
 HALF = ("device=auto", "model.dtype=bfloat16", "exact=auto")
 MIXTURE = "model.config.model_type=qwen3_moe model.config.num_experts=8"
 TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
-SMALL = (*HALF, "grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "eval.every=0")
+SMALL = (*HALF, "loop.prompts_per_step=4", "loop.samples_per_prompt=4", "eval.every=0")
 SMALL += ("checkpoint.every=1", "checkpoint.export_every=null")
 DECIDES = "recipes.setup.preparation.first_decisions"
 
@@ -42,8 +42,8 @@ DECIDES = "recipes.setup.preparation.first_decisions"
         ("engine.kind=vllm", "excludes engine.kind=vllm"),
         ("engine.kv_cache_dtype=fp8_e4m3", "excludes engine.kv_cache_dtype=fp8_e4m3"),
         ("correction.mode=bypass", "excludes correction.mode=bypass"),
-        ("grpo.epochs=2", "excludes grpo.epochs=2"),
-        ("grpo.mini_batches=2", "excludes grpo.mini_batches=2"),
+        ("loop.epochs=2", "excludes loop.epochs=2"),
+        ("loop.mini_batches=2", "excludes loop.mini_batches=2"),
         (
             f"{TWO_RANKS} cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4",
             "excludes engine.tensor_parallel_size=4",
@@ -87,7 +87,7 @@ def test_auto_needs_a_gpu_with_flash_attention(
 
 def test_plan_decides_auto_as_a_run_on_its_gpus() -> None:
     """Plan PPO with a divergence in the rewards, for which only plain runs need a pass."""
-    decided = ["ppo.mini_batches=1", "cycle.overlap=[]", "trainer.keep_unsharded=false"]
+    decided = ["loop.mini_batches=1", "cycle.overlap=[]", "trainer.keep_unsharded=false"]
     decided.append("model.config.num_hidden_layers=1")
 
     def stages(*words: str) -> list[str]:

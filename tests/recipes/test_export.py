@@ -22,7 +22,7 @@ from tests.helpers.read_only_disk import read_only
 from tests.helpers.recipes.tiny_runs import MakeRun
 from trainer_bridge import Trainer
 
-FEW = ("steps=3", "eval.every=0", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=2")
+FEW = ("steps=3", "eval.every=0", "loop.prompts_per_step=2", "loop.samples_per_prompt=2")
 EVERY = (*FEW, "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export_every=2")
 LORA = ("lora.rank=4", "lora.target_modules=[q_proj,down_proj]")
 

@@ -16,9 +16,9 @@ from trainer_bridge.learning import loss_scale
 HALF = "model.dtype=float16"
 # Rewards are lengths of texts, so that all updates have a gradient.
 LENGTHS = ("task.rewards=[tests.helpers.recipes.reward_functions:kept]", "task.workers=0")
-GRPO = ("grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "eval.every=0", ONE_LAYER, *LENGTHS)
-PPO = ("ppo.prompts_per_step=4", "ppo.samples_per_prompt=4", "eval.every=0", *LENGTHS)
-PPO += ("ppo.mini_batches=2", "loss.kl_coef=0.1", ONE_LAYER)
+GRPO = ("loop.prompts_per_step=4", "loop.samples_per_prompt=4", "eval.every=0", ONE_LAYER, *LENGTHS)
+PPO = ("loop.prompts_per_step=4", "loop.samples_per_prompt=4", "eval.every=0", *LENGTHS)
+PPO += ("loop.mini_batches=2", "loss.kl_coef=0.1", ONE_LAYER)
 SHARED = ("trainer.optimizer_offload=true", "cycle.alias=always")
 # Rollout and trainer round 35 results and as many weights (unit roundoff 2**-11) of magnitude 8.
 MISMATCH = 4 * math.sqrt(2 * 70) * 2**-11 * 8

@@ -139,9 +139,9 @@ def test_kv_pool_holds_all_requests_that_run_together(
         assert setup.decisions.exact == ("warn" if recipe.exact else False), name
         request = round_up(setup.max_request_tokens, recipe.engine.page_size)
         engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
-        prompts = math.ceil(recipe.loop.prompts_per_step / engines)
-        running = min(recipe.engine.max_running, prompts * recipe.loop.samples_per_prompt)
+        prompts = math.ceil(recipe.prompts_per_step / engines)
+        running = min(recipe.engine.max_running, prompts * recipe.samples_per_prompt)
         assert setup.kv_tokens >= running * request, name
         if recipe.cluster.size == 1 and recipe.model.config is None:
-            samples = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
+            samples = recipe.prompts_per_step * recipe.samples_per_prompt
             assert recipe.engine.max_running == samples, name

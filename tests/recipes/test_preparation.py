@@ -347,7 +347,7 @@ def test_plain_text_begins_with_one_bos_and_is_not_ended(
     tokenizer.post_processor = BEGINS
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     data = data_file(tmp_path, rows_of([f"{written}first of {word}" for word in "abcdefgh"]))
-    words = [*model, "task.name=file", f"task.data={data}", "grpo.prompts_per_step=1"]
+    words = [*model, "task.name=file", f"task.data={data}", "loop.prompts_per_step=1"]
     words += ["task.template=none"] if template else []
     setup = prepare(recipes.load("tiny", words), tmp_path / "run")
     assert re.fullmatch(r"<\|im_start\|> first of [a-h]", marks(setup))
@@ -364,7 +364,7 @@ def test_messages_are_turns_and_need_a_template(tmp_path: Path) -> None:
     one = {"role": "assistant", "content": "b"}
     chats = [chat(word, *chat("first"), one) for word in "abcdefgh"]
     data = data_file(tmp_path, rows_of(chats))
-    words = ["task.name=file", f"task.data={data}", "grpo.prompts_per_step=1"]
+    words = ["task.name=file", f"task.data={data}", "loop.prompts_per_step=1"]
     setup = prepare(recipes.load("tiny", [*words, "task.system_prompt=in full"]), tmp_path / "run")
     begin = "<|im_start|> system in full <|im_end|> <|im_start|> user first <|im_end|>"
     assert marks(setup).startswith(f"{begin} <|im_start|> assistant b <|im_end|> <|im_start|> user")
@@ -396,7 +396,7 @@ def test_too_long_prompt_is_named_and_can_be_left_out(
 ) -> None:
     (tmp_path / "long_task.py").write_text(LONG)
     monkeypatch.syspath_prepend(tmp_path)
-    words = [*words, "task.name=long_task:long", "grpo.prompts_per_step=8"]
+    words = [*words, "task.name=long_task:long", "loop.prompts_per_step=8"]
     with pytest.raises(recipes.RecipeError) as raised:
         prepare(recipes.load("tiny", words), tmp_path / "run")
     line = str(raised.value)
@@ -415,7 +415,7 @@ def test_changed_problems_order_template_and_tokenizer_are_named_on_resume(tmp_p
     model = with_template(TOY_TEMPLATE, tmp_path / "model")
     (tmp_path / "chat.jinja").write_text(TOY_TEMPLATE)
     rows = rows_of([f"first of {a} {b}" for a in "abcdefgh" for b in "abcd"])
-    words = [*model, f"task.template={tmp_path}/chat.jinja", "grpo.prompts_per_step=1"]
+    words = [*model, f"task.template={tmp_path}/chat.jinja", "loop.prompts_per_step=1"]
     words += ["task.name=file", f"task.data={data_file(tmp_path, rows)}"]
     words += [f"task.mixture=[{{name: file, data: {data_file(tmp_path, rows[:20], 'more')}}}]"]
 

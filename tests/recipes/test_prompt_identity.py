@@ -84,7 +84,7 @@ def prepared(folder: Path, rows: list[Row], *words: str, test: list[Row] | None 
     (folder / "chat.jinja").write_text(TRIMMED)
     data = write(folder / "rows.jsonl", rows)
     words = ("task.name=file", f"task.data={data}", f"task.template={folder}/chat.jinja", *words)
-    words = (*words, "grpo.prompts_per_step=1")
+    words = (*words, "loop.prompts_per_step=1")
     if test is not None:
         words = (*words, f"eval.sets=[{{name: file, data: {write(folder / 'test.jsonl', test)}}}]")
     return prepare(recipes.load("tiny", words), folder / "run")

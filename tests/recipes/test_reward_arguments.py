@@ -12,7 +12,6 @@ import pytest
 
 from recipes.config.sections import ProblemSection, TaskSection
 from recipes.errors import RecipeError
-from recipes.importing import import_function
 from recipes.rewards import Answer, Rewards, RewardSet
 from recipes.tasks import make_tasks
 from recipes.tasks.scoring import open_rewards, to_answer, try_rewards
@@ -221,20 +220,6 @@ def test_generator_that_evaluates_answers_is_called_in_a_worker_with_limits() ->
         powers, right = rewards.submit(asked)()
     assert powers.reward is None and "took longer than 1 s" in powers.fault
     assert right.reward == 1.0 and right.correct
-
-
-@pytest.mark.parametrize("name", ["./my_rewards.py:right", "my_rewards.py:right"])
-def test_function_named_by_its_file_is_refused_with_the_name_that_works(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_rewards.py").write_text("def right(completion):\n    return 1.0\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(RecipeError, match="names a file instead of a module; ") as refusal:
-        RewardSetOf(name)
-    typed = str(refusal.value).rpartition(" ")[2]
-    assert import_function("key", typed)("x") == 1.0
-    sys.modules.pop("my_rewards", None)
 
 
 def RewardSetOf(name: str) -> Rewards:

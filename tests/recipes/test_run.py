@@ -48,8 +48,8 @@ ROOT = Path(__file__).parents[2]
 STAGES = ["offload_optim", "wake_weights", "sync_weights", "offload_params", "wake_kv_cache"]
 STAGES += ["generate_sequences", "sleep", "reload_params", "compute_reward"]
 STAGES += ["reload_optim", "compute_advantages", "update_actor"]
-REPLAY = "grpo.router_replay=true"
-LEARNT = ["steps=18", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
+REPLAY = "loop.router_replay=true"
+LEARNT = ["steps=18", "loop.prompts_per_step=32", "loop.samples_per_prompt=8"]
 EXPERTS = ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
 EXPERTS += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
 EXPERTS += ["model.config.norm_topk_prob=true", "trainer.router_aux_loss_coef=0.001"]
@@ -103,7 +103,7 @@ def test_router_replay_reports_mismatch_with_and_without_replay(
     tmp_path: Path, no_pictures: None
 ) -> None:
     """Use a model without near ties, so that both sides route alike, with and without replay."""
-    few = ["steps=3", "eval.every=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2"]
+    few = ["steps=3", "eval.every=2", "loop.prompts_per_step=4", "loop.samples_per_prompt=2"]
     start_run("tiny", [*few, *EXPERTS, REPLAY], tmp_path / "run")
     train = rows(tmp_path / "run", "train")
     assert 0 < max(row["mismatch_max"] for row in train) <= MISMATCH_MAX
@@ -294,7 +294,7 @@ def test_rates_of_a_run_resumed_in_its_warm_up_follow_the_schedule(
         return update(trainer, batch)
 
     words = ["trainer.schedule=cosine", "trainer.warmup_steps=2", "trainer.final_rate=0.1"]
-    words += ["grpo.prompts_per_step=1", "grpo.samples_per_prompt=2", "eval.every=0", "steps=4"]
+    words += ["loop.prompts_per_step=1", "loop.samples_per_prompt=2", "eval.every=0", "steps=4"]
     with monkeypatch.context() as patch, pytest.raises(RunError):
         patch.setattr(Trainer, "update_actor", fail_in_the_second)
         start_run("tiny", [*words, "checkpoint.every=1"], folder)
@@ -354,7 +354,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         (["--resume", "FOLDER", "steps=4", "sampling.max_tokens=5"], ["max_tokens=5", "differs"]),
         (
             ["tiny", "steps=4", ONE_LAYER, "--resume", "FOLDER"],
-            ["grpo.prompts_per_step=48", "differs"],
+            ["loop.prompts_per_step=48", "differs"],
         ),
         (["--resume", "FOLDER", "steps=2"], ["holds no checkpoint"]),
         (["--resume", "/nowhere"], ["/nowhere", "holds no run"]),

@@ -26,10 +26,10 @@ from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge.models import read_values
 
 # Rewards are lengths of texts: an untrained model gets different ones.
-FEW = ["grpo.prompts_per_step=3", "grpo.samples_per_prompt=4", "eval.every=0", "samples=64"]
+FEW = ["loop.prompts_per_step=3", "loop.samples_per_prompt=4", "eval.every=0", "samples=64"]
 FEW += ["task.rewards=[tests.helpers.recipes.reward_functions:kept]", "task.workers=0"]
 FEW += ["checkpoint.export_every=null", ONE_LAYER]
-MANY = ["grpo.epochs=2", "grpo.mini_batches=2", "trainer.learning_rate=0.02"]
+MANY = ["loop.epochs=2", "loop.mini_batches=2", "trainer.learning_rate=0.02"]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ MANY = ["grpo.epochs=2", "grpo.mini_batches=2", "trainer.learning_rate=0.02"]
     [
         "grpo.baseline=leave_one_out grpo.scale=none",
         "grpo.scale=batch loss.aggregation=sequence",
-        "grpo.baseline=batch grpo.scale=batch grpo.samples_per_prompt=1 loss.aggregation=sequence",
+        "grpo.baseline=batch grpo.scale=batch loop.samples_per_prompt=1 loss.aggregation=sequence",
         "grpo.scale=none loss.aggregation=constant",
         "grpo.baseline=leave_one_out loss.mask_cut_off=true",
         "loss.kl_coef=0.3 loss.kl_in=reward loss.kl_estimator=k2",
@@ -53,7 +53,7 @@ def test_loss_of_first_update_is_that_of_the_formula(words: str, make_run: MakeR
     folder = make_run("tiny", *FEW, "steps=1", "checkpoint.every=0", *words.split())
     (row,), samples = rows(folder, "train"), read_samples(folder)
     keys = dict(word.split("=") for word in words.split())
-    group_size = int(keys.get("grpo.samples_per_prompt", 4))
+    group_size = int(keys.get("loop.samples_per_prompt", 4))
     rewards = np.array([sample["reward"] for sample in samples]).reshape(-1, group_size)
     lengths = np.array([sample["tokens"] for sample in samples])
     assert rewards.size == 3 * group_size == row["tokens"] / row["response_length"]
@@ -122,7 +122,7 @@ def test_ppo_with_divergence_in_the_loss_adds_the_k3_estimate(make_run: MakeRun)
 
     The losses, of size 1 in fp32, are exact to 1e-6, so their difference is, too.
     """
-    two = [word.replace("grpo.", "ppo.") for word in FEW] + ["ppo.mini_batches=1", "steps=2"]
+    two = [word.replace("grpo.", "ppo.") for word in FEW] + ["loop.mini_batches=1", "steps=2"]
     free = rows(make_run("tiny-ppo", *two, "loss.kl_coef=0"), "train")
     held = rows(make_run("tiny-ppo", *two, "loss.kl_coef=0.5", "loss.kl_in=loss"), "train")
     assert [row["value_loss"] for row in held] == [row["value_loss"] for row in free]

@@ -22,7 +22,7 @@ TRAINED = ("params", "optim", "critic", "critic_optim")
 @pytest.fixture(scope="module")
 def tiny(make_run: MakeRun) -> Path:
     """Run the packaged recipe with half of its prompts."""
-    return make_run("tiny-ppo", "ppo.prompts_per_step=24")
+    return make_run("tiny-ppo", "loop.prompts_per_step=24")
 
 
 def test_ppo_raises_the_reward(tiny: Path) -> None:
@@ -68,7 +68,7 @@ def test_resumed_ppo_run_equals_an_uninterrupted_one(
     make_run: MakeRun, tmp_path: Path, no_pictures: None
 ) -> None:
     """Use several passes and mini-batches, a critic warm-up, and other resident tags on resume."""
-    words = [*SMALL_PPO, "ppo.epochs=2", "ppo.mini_batches=2", "ppo.critic_warmup_steps=1"]
+    words = [*SMALL_PPO, "loop.epochs=2", "loop.mini_batches=2", "ppo.critic_warmup_steps=1"]
     straight, halves = make_run("tiny-ppo", *words, "steps=3"), tmp_path / "halves"
     shutil.copytree(make_run("tiny-ppo", *words, "steps=2"), halves)
     continue_run(halves, None, ["steps=3", "cycle.resident=[reference,critic]"])
@@ -97,7 +97,7 @@ def test_grpo_with_reference_adds_the_kl_penalty_to_the_loss(make_run: MakeRun) 
 
 
 ADAPTERS = ["lora.rank=8", "trainer.learning_rate=5e-3", "loss.kl_coef=1e-3"]
-ADAPTERS += ["grpo.prompts_per_step=24", "grpo.samples_per_prompt=8"]
+ADAPTERS += ["loop.prompts_per_step=24", "loop.samples_per_prompt=8"]
 ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.resident=[weights]"]
 
 

@@ -25,7 +25,7 @@ ROW = 4  # of the tensor in which a fault is planted
 RUN = ("tiny", "exact=true", "model.dtype=float32", "steps=2", "eval.every=0")
 ROTATE, COMBINE = modeling_qwen3.apply_rotary_pos_emb, token_scores.combine_blocks
 LAST = torch.tensor([0.0] * ROW + [1e-3, 0.0])  # nats
-RUN += ("grpo.prompts_per_step=4", "grpo.samples_per_prompt=4", "checkpoint.every=0")
+RUN += ("loop.prompts_per_step=4", "loop.samples_per_prompt=4", "checkpoint.every=0")
 
 
 def nudged(result: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tracker], list[str]]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("wandbb", "must be one of tensorboard, wandb, trackio, .*, or package.module:function"),
+        ("wandbb", "must be one of tensorboard, wandb, trackio, .*, or my_trackers.py:function"),
         ("prometheus:port", "prometheus:PORT"),
         ("prometheus:70000", "prometheus:PORT"),
         ("nowhere:make", "cannot import nowhere: .*; run in the folder of the module"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memsaver.system.named_functions import import_named
 from trainer_bridge.config import PolicyLoss
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch
 
@@ -17,7 +18,7 @@ _LARGEST = 80.0
 
 
 class PolicyTerms(NamedTuple):
-    """Terms of the clipped policy loss, each [N]."""
+    """Terms of the policy's loss, each [N]."""
 
     loss: Tensor  # fp32
     low: Tensor  # bool: the loss clips a ratio below 1 - clip_low
@@ -29,6 +30,9 @@ def policy_terms(
 ) -> PolicyTerms:
     """Compute the terms of `loss.kind` for the tokens of a micro batch.
 
+    A function of the user has the same arguments, and returns PolicyTerms, or the loss alone if it
+    clips nothing.
+
     Args:
         loss: The loss.
         log_ratio: fp32 [N], logprobs - old.
@@ -38,12 +42,32 @@ def policy_terms(
 
     Returns:
         The terms; the loss has a gradient through `log_ratio` and `logprobs`.
+
+    Raises:
+        ValueError: The user's function cannot be imported, or returned another shape.
     """
+    if ":" in loss.kind:
+        return _own_terms(loss, log_ratio, logprobs, advantages, micro)
     if loss.kind == "cispo":
         return cispo(loss, log_ratio, logprobs, advantages)
     if loss.kind == "gspo":
         log_ratio = sequence_log_ratio(log_ratio, micro)
     return ppo_clip(loss, log_ratio, advantages)
+
+
+def _own_terms(
+    loss: PolicyLoss, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, micro: MicroBatch
+) -> PolicyTerms:
+    made = import_named(loss.kind)(loss, log_ratio, logprobs, advantages, micro)
+    if not isinstance(made, PolicyTerms):
+        none = torch.zeros_like(log_ratio, dtype=torch.bool)
+        made = PolicyTerms(made, none, none)
+    for name, part in made._asdict().items():
+        if not isinstance(part, Tensor) or part.shape != log_ratio.shape:
+            got = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            rule = f"returned {got} as {name}, and there are {len(log_ratio)} tokens"
+            raise ValueError(f"loss {loss.kind} {rule}; return a tensor with a term for each token")
+    return made
 
 
 def ppo_clip(loss: PolicyLoss, log_ratio: Tensor, advantages: Tensor) -> PolicyTerms:

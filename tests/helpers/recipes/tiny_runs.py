@@ -17,8 +17,8 @@ from recipes.run import start_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE_LAYER = "model.config.num_hidden_layers=1"
-SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
-SMALL_PPO = ("ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
+SMALL = ("loop.prompts_per_step=8", "loop.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
+SMALL_PPO = ("loop.prompts_per_step=8", "loop.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
 CLOCK_FIGURES = (  # these differ between runs of one recipe
     "step_seconds",
     "tokens_per_second",
@@ -32,7 +32,7 @@ CLOCK_FIGURES = (  # these differ between runs of one recipe
 EXACT_SMOLLM2 = (  # random weights
     *("model.shape=smollm2-135m", "driver=inprocess", "exact=true", "task.workers=0"),
     "task.rewards=[tests.helpers.recipes.reward_functions:by_place]",
-    *("grpo.prompts_per_step=32", "grpo.samples_per_prompt=8", "sampling.max_tokens=128"),
+    *("loop.prompts_per_step=32", "loop.samples_per_prompt=8", "sampling.max_tokens=128"),
     *("trainer.micro_batch_size=64", "trainer.learning_rate=0.0001"),
     *("checkpoint.every=25", "checkpoint.export_every=0", "eval.every=0", "steps=50"),
 )

@@ -169,7 +169,7 @@ def test_kl_in_reward_is_subtracted_from_answers_and_tokens(estimator: str) -> N
         "k3": lambda d: math.exp(-d) - 1 + d,
     }
     taken = [[0.5 * formulas[estimator](d) for d in row] for row in differences]
-    recipe = recipes.load("tiny", [*words, "grpo.samples_per_prompt=2", "grpo.scale=none"])
+    recipe = recipes.load("tiny", [*words, "loop.samples_per_prompt=2", "grpo.scale=none"])
     got = compute_advantages(recipe, [1.0, 0.0], policy, reference)
     half = (1.0 - sum(taken[0])) / 2
     assert got == pytest.approx([half, -half])
@@ -179,6 +179,6 @@ def test_kl_in_reward_is_subtracted_from_answers_and_tokens(estimator: str) -> N
     mean = sum(returns) / 3
     assert [number for row in got for number in row] == pytest.approx([r - mean for r in returns])
     plain = compute_advantages(
-        recipes.load("tiny", ["grpo.samples_per_prompt=2"]), [1, 0], policy, None
+        recipes.load("tiny", ["loop.samples_per_prompt=2"]), [1, 0], policy, None
     )
     assert plain == compare_answers([1.0, 0.0], 2)

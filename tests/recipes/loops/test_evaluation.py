@@ -235,7 +235,7 @@ def test_unknown_best_figure_is_refused_with_the_figures_that_exist() -> None:
 
 def test_pool_has_room_for_all_answers_of_an_evaluation() -> None:
     words = ["engine.kv_tokens=null", "engine.max_running=1000", "eval.problems=20"]
-    words += ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=2", "eval.temperature=1.0"]
+    words += ["loop.prompts_per_step=8", "loop.samples_per_prompt=2", "eval.temperature=1.0"]
     recipe = recipes.load("tiny", [*words, "eval.samples=3", "eval.sets=[{name: toy, label: x}]"])
     assert demanded_tokens(recipe, 5) == 2 * 20 * 3 * request_tokens(recipe, 5)
 

@@ -142,7 +142,7 @@ def sequences(batch: SequenceBatch) -> list[list[int]]:
     ("recipe", "words", "updates"),
     [
         ("tiny", (*SMALL, "eval.every=0"), 1),
-        ("tiny-ppo", (*SMALL_PPO, "eval.every=0", "ppo.mini_batches=11"), 9),
+        ("tiny-ppo", (*SMALL_PPO, "eval.every=0", "loop.mini_batches=11"), 9),
     ],
 )
 def test_answers_without_reward_are_left_out_of_every_update(

@@ -132,7 +132,7 @@ def test_returns_that_differ_by_rounding_leave_nothing_to_explain(
 
 
 def test_trainer_fields_follow_from_the_algorithms_section() -> None:
-    words = ["steps=10", "ppo.epochs=2", "ppo.mini_batches=3"]
+    words = ["steps=10", "loop.epochs=2", "loop.mini_batches=3"]
     words += ["ppo.critic_warmup_steps=4", "ppo.value_clip=0.5"]
     words += ["trainer.schedule=cosine", "trainer.warmup_steps=2", "trainer.final_rate=0.1"]
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", words))

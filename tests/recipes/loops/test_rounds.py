@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import recipes
 from memsaver.ops.hash import hash_text
 from recipes.config.load import load
 from recipes.errors import ScorerError
@@ -52,11 +53,9 @@ class FakeLoop:
     """
 
     def __init__(self, wanted: int, most: int, drawn: Sequence[Group], replays: bool) -> None:
-        grpo = SimpleNamespace(
-            prompts_per_step=wanted, sampling_rounds=most, samples_per_prompt=SIZE
-        )
-        loss = SimpleNamespace(mask_cut_off=True)
-        self.setup = SimpleNamespace(recipe=SimpleNamespace(grpo=grpo, loss=loss))
+        words = [f"loop.prompts_per_step={wanted}", f"loop.samples_per_prompt={SIZE}"]
+        words += [f"grpo.sampling_rounds={most}", "loss.mask_cut_off=true"]
+        self.setup = SimpleNamespace(recipe=recipes.load("tiny", words))
         self.asked = list[tuple[range, bool]]()
         self.notes = list[str]()
         self.monitor = SimpleNamespace(view=SimpleNamespace(note=self.notes.append))
@@ -155,7 +154,7 @@ def test_step_without_signal_is_skipped_and_a_resumed_run_repeats_the_whole(
     The parameters return during a generation only if it is the last that the step may have.
     """
     monkeypatch.setattr(Rewards, "submit", by_prompt(first_prompts(4, 2)))
-    words = ["grpo.prompts_per_step=2", "grpo.samples_per_prompt=4", "grpo.sampling_rounds=2"]
+    words = ["loop.prompts_per_step=2", "loop.samples_per_prompt=4", "grpo.sampling_rounds=2"]
     words += ["eval.every=0", "checkpoint.every=1", "cycle.overlap=[params]", "samples=100"]
     start_run("tiny", [*words, "steps=3"], tmp_path / "straight")
     said = capsys.readouterr().out

@@ -170,7 +170,7 @@ def test_larger_settings_never_take_less_memory(
 
 def test_more_steps_prompts_and_problems_take_no_more_memory() -> None:
     """Keep the micro batch, whose size alone counts."""
-    more = ["grpo.prompts_per_step=16", "steps=100", "eval.problems=16"]
+    more = ["loop.prompts_per_step=16", "steps=100", "eval.problems=16"]
     assert step(*BATCH, *more) == step(*BATCH)
 
 
@@ -266,7 +266,7 @@ def test_parameters_return_during_generation_if_a_gib_stays_free() -> None:
 @pytest.mark.parametrize(
     "words",
     some(
-        "tiny-ppo trainer.micro_batch_size=1 ppo.mini_batches=4 ppo.prompts_per_step=4",
+        "tiny-ppo trainer.micro_batch_size=1 loop.mini_batches=4 loop.prompts_per_step=4",
         whole=["tiny"],
     ),
 )

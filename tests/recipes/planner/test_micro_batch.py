@@ -129,7 +129,7 @@ def planned_once(name: str, words: tuple[str, ...], total: int) -> tuple[MemoryP
         pytest.param(
             "tiny", [*GRPO, "driver=ray", "cluster.n_gpus_per_node=2"], 3585, id="two ranks"
         ),
-        pytest.param("tiny-ppo", [*PPO, "ppo.mini_batches=2"], 2884, id="ppo", marks=MORE),
+        pytest.param("tiny-ppo", [*PPO, "loop.mini_batches=2"], 2884, id="ppo", marks=MORE),
     ],
 )
 def test_chosen_size_fits_and_the_next_does_not(name: str, words: list[str], mib: int) -> None:
