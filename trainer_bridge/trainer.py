@@ -37,6 +37,7 @@ from trainer_bridge.learning.optimizer import (
     build_optimizer,
     optimizer_step,
 )
+from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.adapters.lora import Adapters, base_params, without_adapters
 from trainer_bridge.models.files import checkpoint
 from trainer_bridge.models.files.export import ShardedWeights, save_folder
@@ -170,7 +171,7 @@ class Trainer(SaverSide):
             self._share: PageAlias | None = None
             undo.pop_all()
 
-    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> list[list[float]]:
+    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> Tokens:
         """Compute the policy's log-probability of every response token.
 
         Needs tag `params` reloaded.
@@ -196,7 +197,7 @@ class Trainer(SaverSide):
         with without_adapters(self.model) if base else contextlib.nullcontext():
             return self._logprobs("compute_log_prob", self.model, batch)
 
-    def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]:
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> Tokens:
         """Compute the reference's log-probability of every response token.
 
         Needs tag `reference` reloaded; with adapters, `params`.
@@ -239,7 +240,7 @@ class Trainer(SaverSide):
                 local_shard(old).copy_(local_shard(new))
         self._reference_step = self.step
 
-    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+    def compute_values(self, batch: SequenceBatch) -> Tokens:
         """Compute the critic's value of every response token (`Critic`).
 
         Needs tag `critic` reloaded.
@@ -315,7 +316,7 @@ class Trainer(SaverSide):
         check_learning("update_actor", batch, self.model.config, needed)
         world, size = self._runtime.world, self.config.micro_batch_size
         own, exact = TokenValues(), self.config.exact and batch.rollout_logprobs is not None
-        unequal, logprobs = 0, list[list[float]]()
+        unequal, logprobs = 0, batch.tokens("response_ids")
 
         def backward(scale: float) -> list[float]:
             nonlocal unequal, logprobs
@@ -323,7 +324,7 @@ class Trainer(SaverSide):
             sums = add_gradients(self.model, batch, learn, size, self._runtime)
             self._offloader.await_content()
             if exact:
-                logprobs = own.gather(self._runtime)
+                logprobs = own.gather(batch, self._runtime)
                 unequal = self._bits.count(self.model, self.config, self.step, batch, logprobs)
             return sums
 
@@ -334,7 +335,7 @@ class Trainer(SaverSide):
         self.step += 1
         low, high, kl, entropy = (total / batch.num_tokens for total in sums)
         if batch.rollout_logprobs is not None:
-            logprobs = logprobs if exact else own.gather(self._runtime)
+            logprobs = logprobs if exact else own.gather(batch, self._runtime)
             figures |= figures_of_first_update(batch, logprobs)
         if exact:
             figures["unequal_tokens"] = float(unequal)
@@ -629,7 +630,7 @@ class Trainer(SaverSide):
         self._offloader.await_content()
         return self._shards.tensors()
 
-    def _logprobs(self, method: str, model: nn.Module, batch: SequenceBatch) -> list[list[float]]:
+    def _logprobs(self, method: str, model: nn.Module, batch: SequenceBatch) -> Tokens:
         def score(micro: MicroBatch) -> Tensor:
             with replay(model, micro.routed):
                 return micro_logprobs(model, micro, batch.temperature)[0]

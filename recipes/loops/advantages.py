@@ -19,7 +19,7 @@ from memsaver.system.named_functions import import_named
 from recipes.config.recipe import Recipe
 from recipes.config.sections import Baseline, Scale
 from recipes.loops.numbers import centered, deviation
-from trainer_bridge.learning import Numbers, PerToken, by_answer, flat, k3, log_ratios
+from trainer_bridge.learning import Numbers, Tokens, k3, log_ratios
 
 EPSILON = 1e-6
 """Added to a deviation."""
@@ -34,9 +34,9 @@ OwnScale = Callable[[Numbers, Numbers], float]
 def compute_advantages(
     recipe: Recipe,
     rewards: Sequence[float | None],
-    logprobs: PerToken,
-    ref_logprobs: PerToken | None,
-) -> list[float] | PerToken:
+    logprobs: Tokens,
+    ref_logprobs: Tokens | None,
+) -> list[float] | Tokens:
     """Return an advantage for each answer, or for each token with grpo.baseline=batch.
 
     The penalties of `kl_penalties` are subtracted from the rewards: from an answer's the sum over
@@ -58,7 +58,7 @@ def _function(choice: str) -> Any:
     return import_named(choice) if ":" in choice else choice
 
 
-def kl_penalties(recipe: Recipe, logprobs: PerToken, ref_logprobs: PerToken | None) -> PerToken:
+def kl_penalties(recipe: Recipe, logprobs: Tokens, ref_logprobs: Tokens | None) -> Tokens:
     """Return the penalty of each token's reward for the KL divergence from the reference.
 
     It is loss.kl_coef times the estimate loss.kl_estimator, with d = policy - reference
@@ -68,15 +68,14 @@ def kl_penalties(recipe: Recipe, logprobs: PerToken, ref_logprobs: PerToken | No
     Source: Schulman, "Approximating KL Divergence" (2020).
     """
     if ref_logprobs is None or recipe.kl_in == "loss":
-        return [[0.0] * len(row) for row in logprobs]
+        return logprobs.with_values(np.zeros(len(logprobs.values)))
     difference = log_ratios(ref_logprobs, logprobs)
     estimates = {
         "k1": lambda: difference,
         "k2": lambda: difference**2 / 2,
         "k3": lambda: k3(-difference),
     }
-    penalties = recipe.loss.kl_coef * estimates[recipe.kl_estimator]()
-    return by_answer(penalties, list(map(len, logprobs)))
+    return logprobs.with_values(recipe.loss.kl_coef * estimates[recipe.kl_estimator]())
 
 
 def compare_answers(
@@ -135,8 +134,8 @@ def _divisor(scale: Scale | OwnScale, group: Numbers, batch: Numbers) -> float:
 
 
 def compare_tokens(
-    rewards: Sequence[float | None], penalties: PerToken, scale: Scale | OwnScale = "batch"
-) -> PerToken:
+    rewards: Sequence[float | None], penalties: Tokens, scale: Scale | OwnScale = "batch"
+) -> Tokens:
     """Compare the return of each token with the mean over all tokens.
 
     The return of a token is the answer's reward minus the penalties of this token and of all later
@@ -152,19 +151,18 @@ def compare_tokens(
         An advantage for each token, per answer.
     """
     earned = [
-        (reward - np.cumsum(row[::-1])[::-1]).tolist()
-        for reward, row in zip(rewards, penalties, strict=True)
+        reward - np.cumsum(penalties.array(answer)[::-1])[::-1]
+        for answer, reward in enumerate(rewards)
         if reward is not None
     ]
-    if not earned:
-        return [[0.0] * len(row) for row in penalties]
-    advantages = centered(flat(earned))
-    advantages /= _divisor(scale, advantages, advantages)
-    rows = iter(by_answer(advantages, list(map(len, earned))))
-    return [
-        [0.0] * len(row) if reward is None else next(rows)
-        for reward, row in zip(rewards, penalties, strict=True)
-    ]
+    advantages = np.zeros(len(penalties.values))
+    if earned:
+        compared = centered(np.concatenate(earned))
+        known = np.array([reward is not None for reward in rewards])
+        advantages[np.repeat(known, penalties.lengths)] = compared / _divisor(
+            scale, compared, compared
+        )
+    return penalties.with_values(advantages)
 
 
 def with_signal(rewards: Sequence[float | None], group_size: int) -> list[bool]:

@@ -7,7 +7,7 @@ from recipes.config.recipe import Recipe
 from recipes.loops.sampling import Samples
 from recipes.setup.preparation import Setup
 from trainer_bridge import CorrectionConfig, correct
-from trainer_bridge.learning import PerToken, by_answer, flat
+from trainer_bridge.learning import Tokens
 
 OPTIONS = tuple(CorrectionConfig.__dataclass_fields__)
 
@@ -22,7 +22,7 @@ class StepCorrection:
         figures: Figures of the mismatch and of its correction, for the step's row.
     """
 
-    weights: PerToken | None = None
+    weights: Tokens | None = None
     rejected: frozenset[int] = frozenset()
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -31,7 +31,7 @@ class StepCorrection:
         return [row for row in rows if row not in self.rejected]
 
 
-def correct_step(setup: Setup, samples: Samples, logprobs: PerToken) -> StepCorrection:
+def correct_step(setup: Setup, samples: Samples, logprobs: Tokens) -> StepCorrection:
     """Compare the log-probabilities of rollout and trainer, and correct for the difference.
 
     Without a correction, the figures say what token weights of at most 2 would give. Where
@@ -41,12 +41,12 @@ def correct_step(setup: Setup, samples: Samples, logprobs: PerToken) -> StepCorr
     recipe = setup.recipe
     if not setup.scores_before_update:
         return StepCorrection()
-    lengths = list(map(len, samples.response_ids))
-    corrected = correct(flat(samples.logprobs), flat(logprobs), lengths, options(recipe))
+    rollout = samples.logprobs
+    corrected = correct(rollout.values, logprobs.values, rollout.lengths, options(recipe))
     if recipe.correction_mode == "none":
         return StepCorrection(figures=corrected.figures)
     return StepCorrection(
-        weights=by_answer(corrected.weights, lengths),
+        weights=rollout.with_values(corrected.weights),
         rejected=frozenset(row for row, kept in enumerate(corrected.kept) if not kept),
         figures=corrected.figures,
     )

@@ -28,7 +28,7 @@ from recipes.setup.preparation import Setup
 from rollout import Rollout
 from trainer_bridge import Cycle, Schedule
 from trainer_bridge.cycle import TrainerProtocol
-from trainer_bridge.learning import PerToken, log_ratios, mismatch
+from trainer_bridge.learning import Tokens, log_ratios, mismatch
 from trainer_bridge.tag_names import PARAMS, REFERENCE
 
 Scoring = Callable[[], list[Scored]]
@@ -208,7 +208,7 @@ class Loop(abc.ABC):
         with self.monitor.phase("to_score"):
             self.cycle.to_score(model)
 
-    def score_by_reference(self, samples: Samples) -> PerToken | None:
+    def score_by_reference(self, samples: Samples) -> Tokens | None:
         """Return log-probabilities under the reference; None without `loss.kl_coef`."""
         if not self.setup.recipe.loss.kl_coef:
             return None
@@ -217,7 +217,7 @@ class Loop(abc.ABC):
         with self.stage("compute_ref_log_prob"):
             return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
 
-    def score(self, samples: Samples, scoring: Scoring) -> tuple[PerToken, list[Scored]]:
+    def score(self, samples: Samples, scoring: Scoring) -> tuple[Tokens, list[Scored]]:
         """Return log-probabilities under the weights that sampled, and the answers' scores.
 
         The log-probabilities are the trainer's. They are the rollout's if no pass precedes the
@@ -233,7 +233,7 @@ class Loop(abc.ABC):
             require_reward(scores)
         return logprobs, scores
 
-    def _compute_log_prob(self, samples: Samples, routed: Any) -> PerToken:
+    def _compute_log_prob(self, samples: Samples, routed: Any) -> Tokens:
         batch = samples.batch(self.temperature, routed_experts=routed)
         return self.trainer.compute_log_prob(batch)
 

@@ -40,7 +40,7 @@ from recipes.loops.numbers import centered, deviation
 from recipes.loops.sampling import usable
 from recipes.loops.updates import mini_batches, update
 from trainer_bridge import CriticConfig, SequenceBatch
-from trainer_bridge.learning import Numbers, by_answer, flat, reference_figures
+from trainer_bridge.learning import Numbers, reference_figures
 from trainer_bridge.tag_names import CRITIC
 
 
@@ -103,10 +103,10 @@ def with_advantages(
     """
     if not rewards:
         return batch, {}
-    logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    assert batch.values is not None and logprobs is not None
-    ppo, lengths, values = recipe.ppo, list(map(len, batch.response_ids)), flat(batch.values)
-    penalties = flat(kl_penalties(recipe, logprobs, batch.ref_logprobs))
+    logprobs = batch.tokens("rollout_logprobs" if batch.old_logprobs is None else "old_logprobs")
+    ppo, lengths, values = recipe.ppo, logprobs.lengths.tolist(), batch.tokens("values").values
+    reference = None if batch.ref_logprobs is None else batch.tokens("ref_logprobs")
+    penalties = kl_penalties(recipe, logprobs, reference).values
     earned = token_rewards(rewards, penalties, lengths)
     advantages, returns = gae(earned, values, lengths, ppo.gamma, ppo.gae_lambda)
     figures = {
@@ -115,10 +115,12 @@ def with_advantages(
     }
     if ppo.normalize_advantages:
         advantages = whiten(advantages)
-    learning = {"advantages": advantages, "returns": returns}
-    parts: dict[str, Any] = {name: by_answer(part, lengths) for name, part in learning.items()}
-    reference = batch.ref_logprobs if recipe.kl_in == "loss" else None
-    return replace(batch, ref_logprobs=reference, **parts), figures
+    parts = {"advantages": advantages, "returns": returns}
+    learning: dict[str, Any] = {
+        name: batch.whole(logprobs.with_values(part)) for name, part in parts.items()
+    }
+    learning["ref_logprobs"] = batch.ref_logprobs if recipe.kl_in == "loss" else None
+    return replace(batch, **learning), figures
 
 
 def token_rewards(rewards: Sequence[float], penalties: Numbers, lengths: Sequence[int]) -> Numbers:
@@ -150,14 +152,14 @@ def gae(
     Estimation" (2016).
 
     Args:
-        rewards: Reward of every token, answer by answer (`trainer_bridge.learning.flat`).
+        rewards: Reward of every token, answer by answer.
         values: Value of every token.
         lengths: Tokens of each answer.
         gamma: Discount of later rewards.
         gae_lambda: Weight of longer estimates.
 
     Returns:
-        Advantages and returns of every token; `by_answer` makes lists of them.
+        Advantages and returns of every token.
     """
     sizes = np.array([length for length in lengths if length], dtype=np.int64)
     order = np.argsort(-sizes)

@@ -1,11 +1,11 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from recipes.config.sections import SamplingSection
@@ -18,7 +18,7 @@ from recipes.tasks.scoring import to_answer
 from recipes.tasks.split import hash_text
 from rollout import Completion, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
-from trainer_bridge.learning import PerToken
+from trainer_bridge.learning import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Samples:
     problems: list[Problem]
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
-    logprobs: list[list[float]]
+    logprobs: Tokens
     texts: list[str]
     ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
@@ -53,7 +53,10 @@ class Samples:
         columns: dict[str, Any] = {}
         for name in (field.name for field in fields(cls)):
             own = [getattr(part, name) for part in parts]
-            columns[name] = None if None in own else list(chain.from_iterable(own))
+            if isinstance(own[0], Tokens):
+                columns[name] = Tokens.joined(own)
+            else:
+                columns[name] = None if None in own else list(chain.from_iterable(own))
         return cls(**columns)
 
     def select(self, indices: Sequence[int]) -> Self:
@@ -61,7 +64,10 @@ class Samples:
         columns: dict[str, Any] = {}
         for name in (field.name for field in fields(self)):
             column = getattr(self, name)
-            columns[name] = None if column is None else [column[index] for index in indices]
+            if isinstance(column, Tokens):
+                columns[name] = column.select(indices)
+            else:
+                columns[name] = None if column is None else [column[index] for index in indices]
         return replace(self, **columns)
 
     def answers(self) -> list[Answer]:
@@ -165,7 +171,7 @@ def answer(
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]
     routed = [completion.routed_experts for _, completion in flat]
-    logprobs = [list(completion.logprobs) for _, completion in flat]
+    logprobs = Tokens.of([completion.logprobs for _, completion in flat])
     _check_finite(logprobs, setup.recipe.model.dtype)
     bodies = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]
     return Samples(
@@ -181,9 +187,9 @@ def answer(
     )
 
 
-def _check_finite(logprobs: PerToken, dtype: str) -> None:
+def _check_finite(logprobs: Tokens, dtype: str) -> None:
     """Raise a FloatingPointError if a log-probability is not finite, so its token is arbitrary."""
-    if not (wrong := sum(not math.isfinite(sum(row)) for row in logprobs)):
+    if not (wrong := len({*logprobs.answers_at(~np.isfinite(logprobs.values)).tolist()})):
         return
     remedy = "look for NaN and infinities in the model's weights"
     if dtype == "float16":

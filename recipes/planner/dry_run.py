@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -46,6 +48,7 @@ from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch
 from trainer_bridge.exact import plan_exact
+from trainer_bridge.learning import Tokens
 from trainer_bridge.models import Runtime, code_tables
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt, scratch_for
@@ -99,8 +102,8 @@ class PlannedRuntime(Runtime):
     def empty_cache(self) -> None:
         self.planned.empty_cache()
 
-    def numbers(self, tensor: Tensor) -> list[float]:
-        return [0.0] * len(tensor)
+    def numbers(self, tensor: Tensor) -> NDArray[np.float64]:
+        return np.zeros(len(tensor))
 
 
 class PlannedTrainer(Trainer):
@@ -142,13 +145,13 @@ class PlannedTrainer(Trainer):
         self.saver.planned.clear()
         self.saver.planned.once(_BUILD, lambda: self)
 
-    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> list[list[float]]:
+    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> Tokens:
         return self._once(super().compute_log_prob, batch, base=base)
 
-    def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]:
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> Tokens:
         return self._once(super().compute_ref_log_prob, batch)
 
-    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+    def compute_values(self, batch: SequenceBatch) -> Tokens:
         return self._once(super().compute_values, batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import nn
 from trainer_bridge.config import Dtype, TrainerConfig
 from trainer_bridge.learning.batch import SequenceBatch
 from trainer_bridge.learning.correction import unequal_tokens
-from trainer_bridge.learning.token_numbers import PerToken, unequal_places
+from trainer_bridge.learning.tokens import Tokens, unequal_places
 from trainer_bridge.models.files.export import ShardedWeights, save_folder
 
 FILE = "mismatch.json"
@@ -95,7 +95,7 @@ class BitComparison:
         config: TrainerConfig,
         updates: int,
         batch: SequenceBatch,
-        own: PerToken,
+        own: Tokens,
     ) -> int:
         """Return the number of unequal tokens; unless `config.exact` is "warn", raise for any.
 
@@ -118,7 +118,7 @@ def _save(
     config: TrainerConfig,
     updates: int,
     batch: SequenceBatch,
-    own: PerToken,
+    own: Tokens,
 ) -> str:
     """Save weights and record; return how to continue, or why they were not saved."""
     record = MismatchRecord(
@@ -138,15 +138,15 @@ def _save(
     return f"memsaver trace-mismatch {directory} names the operation"
 
 
-def _unequal(batch: SequenceBatch, own: PerToken) -> Iterator[UnequalSequence]:
-    assert batch.rollout_logprobs is not None
-    for number, (rollout, trainer) in enumerate(zip(batch.rollout_logprobs, own, strict=True)):
+def _unequal(batch: SequenceBatch, own: Tokens) -> Iterator[UnequalSequence]:
+    rollout = batch.whole(batch.tokens("rollout_logprobs"))
+    for number in range(len(batch)):
         sequence = UnequalSequence(
             number=number,
-            prompt_ids=batch.prompt_ids[number],
-            response_ids=batch.response_ids[number],
-            rollout=rollout,
-            trainer=trainer,
+            prompt_ids=list(map(int, batch.prompt_ids[number])),
+            response_ids=list(map(int, batch.response_ids[number])),
+            rollout=rollout[number],
+            trainer=own[number],
         )
         if sequence.places:
             yield sequence

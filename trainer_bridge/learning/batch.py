@@ -1,8 +1,9 @@
 """Batches of sequences to score or to learn from, and their division into micro batches."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, Self
 
@@ -14,35 +15,36 @@ from torch import Tensor
 from memsaver.ops.layout import round_up, send_together
 from rollout.model import longest_context
 from rollout.requests import COLDEST
-from trainer_bridge.learning.token_numbers import flat
+from trainer_bridge.learning.tokens import Rows, Tokens
 from trainer_bridge.models.packing import Packing
 
 _PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
 _ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
-PER_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "weights", "values", "returns")
+NUMBERS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "weights", "values", "returns")
+PER_TOKEN = (*NUMBERS, "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of a batch in B rows of L positions, with N response tokens in all.
+    """Sequences of a batch in B rows of L positions, with N response tokens to learn in all.
 
     The sequences are packed end to end in one row, or there is one per row, padded on the right.
     Token target[n] is predicted by the logits at (row[n], kept[column[n]]), sequence by sequence.
     """
 
     rows: tuple[int, ...]  # index of each sequence in the batch; -1 for a filler
-    counts: tuple[int, ...]  # response tokens of each sequence
+    counts: tuple[int, ...]  # response tokens to learn of each sequence
     input_ids: Tensor  # int64 [B, L]
     real: Tensor  # bool [B, L], False for padding and fillers
     packing: Packing | None  # None if padded
     kept: Tensor  # int64 [K], positions whose logits are needed
     row: Tensor  # int64 [N]
     column: Tensor  # int64 [N]
-    target: Tensor  # int64 [N], response tokens
+    target: Tensor  # int64 [N], response tokens to learn
     # Experts to replay, int16 [B * L, layers, top_k], -1 if unknown; None without replay.
     routed: Tensor | None = None
-    # Rows of the response tokens, int64 [N], in which each sequence has a multiple of a step, and
-    # the number of rows; None if they have no others.
+    # Rows of these tokens, int64 [N], in which each sequence has a multiple of a step, and the
+    # number of rows; None if they have no others.
     slots: Tensor | None = None
     num_slots: int = 0
 
@@ -54,7 +56,7 @@ class MicroBatch:
         return arguments
 
     def token_counts(self) -> Tensor:
-        """Return the response tokens of each sequence, int64, on the micro batch's device."""
+        """Return `counts`, int64, on the micro batch's device."""
         counts = torch.tensor(self.counts, dtype=torch.int64)
         return send_together([counts], self.input_ids.device)[0]
 
@@ -63,7 +65,8 @@ class MicroBatch:
 class SequenceBatch:
     """Sequences to score or to learn from, checked on construction.
 
-    All fields but `temperature` have one entry per sequence. Scores need only the token ids.
+    All fields but `temperature` have one entry per sequence. Lists become `Tokens`, which sends,
+    selects and computes numbers of tokens as one array. Scores need only the token ids.
     `update_actor` also needs `advantages`, either `old_logprobs` or `rollout_logprobs`, and
     `ref_logprobs` with `PolicyLoss.kl_coef`. `update_critic` needs `values` and `returns`. A
     ValueError names a field whose length does not match.
@@ -71,6 +74,9 @@ class SequenceBatch:
     Attributes:
         prompt_ids: Token ids of each prompt; none is empty.
         response_ids: Token ids exactly as generated, including EOS.
+        mask: Per response token, whether it is learned; the others, such as the results of a tool,
+            are only read. They count in no loss, mean, length or figure; numbers for them are
+            ignored, and scores have 0 for them. None: all tokens are learned.
         old_logprobs: Per response token, the log-probability under the policy that generated it.
         rollout_logprobs: Per response token, the log-probability in the rollout, for the first
             update after the sampling. It takes its own log-probabilities as the old ones, without
@@ -89,15 +95,16 @@ class SequenceBatch:
             greedy samples with 1.0.
     """
 
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-    old_logprobs: list[list[float]] | None = None
-    rollout_logprobs: list[list[float]] | None = None
-    advantages: list[float] | list[list[float]] | None = None
-    ref_logprobs: list[list[float]] | None = None
-    weights: list[list[float]] | None = None
-    values: list[list[float]] | None = None
-    returns: list[list[float]] | None = None
+    prompt_ids: Rows
+    response_ids: Rows
+    mask: Rows | None = None
+    old_logprobs: Rows | None = None
+    rollout_logprobs: Rows | None = None
+    advantages: Sequence[float] | Rows | None = None
+    ref_logprobs: Rows | None = None
+    weights: Rows | None = None
+    values: Rows | None = None
+    returns: Rows | None = None
     routed_experts: Sequence[NDArray[Any] | None] | None = None
     temperature: float = 1.0
 
@@ -109,13 +116,13 @@ class SequenceBatch:
                 raise ValueError(
                     f"{name} has {len(value)} entries for {count} prompts; pass one per sequence"
                 )
-        for i, prompt in enumerate(self.prompt_ids):
-            if not prompt:
-                raise ValueError(
-                    f"prompt {i} is empty; it needs at least a beginning-of-sequence token"
-                )
+        for name in ("prompt_ids", "response_ids"):
+            object.__setattr__(self, name, Tokens.of(getattr(self, name), np.int64))
+        for i in np.flatnonzero(Tokens.of(self.prompt_ids).lengths == 0):
+            rule = f"prompt {i} is empty; it needs at least a beginning-of-sequence token"
+            raise ValueError(rule)
         for name in (*PER_TOKEN, "advantages"):
-            self._check_tokens(name)
+            self._take_tokens(name)
         if not COLDEST <= self.temperature < float("inf"):
             rule = f"must be finite and at least {COLDEST:g} (score greedy samples with 1.0)"
             raise ValueError(f"temperature={self.temperature} {rule}")
@@ -124,20 +131,60 @@ class SequenceBatch:
                 text = f"routed_experts {i} has entries for {len(routed)} tokens"
                 raise ValueError(f"{text}, the sequence has {self.lengths[i] - 1} before its last")
 
-    def _check_tokens(self, name: str) -> None:
+    def _take_tokens(self, name: str) -> None:
+        """Make Tokens of a field with numbers for each token, and check their lengths."""
         entries = getattr(self, name)
         if entries is None:
             return
-        if name not in PER_TOKEN and not any(isinstance(entry, list) for entry in entries):
+        if name not in PER_TOKEN and not any(isinstance(entry, Sized) for entry in entries):
             return
-        for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
-            got, want = len(entry) if isinstance(entry, list) else "no list of", len(response)
+        for i, (entry, want) in enumerate(zip(entries, map(len, self.response_ids), strict=True)):
+            got: int | str = len(entry) if isinstance(entry, Sized) else "no list of"
             if got != want:
                 text = f"{name} {i} has {got} numbers for {want} response tokens"
                 raise ValueError(f"{text}; pass one per token")
+        object.__setattr__(self, name, Tokens.of(entries, bool if name == "mask" else np.float64))
+
+    def tokens(self, name: str) -> Tokens:
+        """Return a field's numbers of the tokens to learn.
+
+        Args:
+            name: Field with a number per response token.
+
+        Returns:
+            The numbers.
+        """
+        return self.learned(Tokens.of(getattr(self, name)))
+
+    def learned(self, numbers: Tokens) -> Tokens:
+        """Return the numbers of the tokens to learn.
+
+        Args:
+            numbers: A number for each response token.
+
+        Returns:
+            Those of tokens to learn.
+        """
+        return numbers if self.mask is None else numbers.where(Tokens.of(self.mask))
+
+    def whole(self, learned: Tokens) -> Tokens:
+        """Return numbers of all response tokens; the inverse of `learned`.
+
+        Args:
+            learned: A number for each token to learn.
+
+        Returns:
+            These numbers, and 0 for the other response tokens.
+        """
+        if self.mask is None:
+            return learned
+        mask = Tokens.of(self.mask)
+        values = np.zeros(len(mask.values))
+        values[mask.values] = learned.values
+        return mask.with_values(values)
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
-        """Return a field's values for the response tokens of a micro batch.
+        """Return a field's values for the tokens of a micro batch that are to be learned.
 
         Args:
             name: Field with numbers per token or per sequence.
@@ -146,13 +193,19 @@ class SequenceBatch:
         Returns:
             fp32 [N], on the micro batch's device.
         """
-        entries, values = getattr(self, name), list[float]()
-        for row, count in zip(micro.rows, micro.counts, strict=True):
-            if row >= 0:
-                entry = entries[row]
-                values += entry if isinstance(entry, list) else [entry] * count
-        host = torch.from_numpy(np.array(values, dtype=np.float32))
+        entries, rows = getattr(self, name), [row for row in micro.rows if row >= 0]
+        if isinstance(entries, Tokens):
+            values = self._select(name, rows).values
+        else:
+            counts = [n for row, n in zip(micro.rows, micro.counts, strict=True) if row >= 0]
+            values = np.repeat([entries[row] for row in rows], counts)
+        host = torch.from_numpy(values.astype(np.float32))
         return send_together([host], micro.input_ids.device)[0]
+
+    def _select(self, name: str, rows: Sequence[int]) -> Tokens:
+        """Return `tokens(name)` of selected sequences."""
+        chosen: Tokens = getattr(self, name).select(rows)
+        return chosen if self.mask is None else chosen.where(Tokens.of(self.mask).select(rows))
 
     def select(self, rows: Sequence[int]) -> Self:
         """Return a batch of selected sequences.
@@ -166,7 +219,10 @@ class SequenceBatch:
         fields = ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN)
         chosen: dict[str, Any] = {}
         for name in fields:
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if isinstance(value, Tokens):
+                chosen[name] = value.select(rows)
+            elif value is not None:
                 chosen[name] = [value[row] for row in rows]
         return dataclasses.replace(self, **chosen)
 
@@ -175,19 +231,19 @@ class SequenceBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of response tokens of all sequences."""
-        return sum(map(len, self.response_ids))
+        """Return the number of response tokens to learn of all sequences."""
+        return len(self.tokens("response_ids").values)
 
     @property
     def max_length(self) -> int:
         """Return the number of tokens of the longest sequence, including its prompt."""
         return max(self.lengths, default=0)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each sequence, including its prompt."""
-        pairs = zip(self.prompt_ids, self.response_ids, strict=True)
-        return [len(prompt) + len(response) for prompt, response in pairs]
+        """The number of tokens of each sequence, including its prompt."""
+        both = Tokens.of(self.prompt_ids).lengths + Tokens.of(self.response_ids).lengths
+        return both.tolist()
 
 
 def dispatch(
@@ -254,18 +310,17 @@ def lay_out(
     `rows` is a chunk of `dispatch`, called with the same `size`, `packed` and `step`. A packed
     sequence is padded to a multiple of `step` tokens.
     """
-    prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
-    responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
-    tails = [[0] * (-(len(p) + len(r)) % step) for p, r in zip(prompts, responses, strict=True)]
+    prompts = [Tokens.of(batch.prompt_ids).array(i) if i >= 0 else _pads(1) for i in rows]
+    responses = [Tokens.of(batch.response_ids).array(i) if i >= 0 else _pads(0) for i in rows]
+    tails = [_pads(-(len(p) + len(r)) % step) for p, r in zip(prompts, responses, strict=True)]
     if packed:
         unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), max(_ALIGNED, step))
         if spare := -sum(map(len, chain(prompts, responses, tails))) % unit:
-            rows, prompts = [*rows, -1], [*prompts, [0] * spare]
-            responses, tails = [*responses, []], [*tails, []]
-    counts, parts = tuple(map(len, responses)), [*zip(prompts, responses, tails, strict=True)]
+            rows, prompts = [*rows, -1], [*prompts, _pads(spare)]
+            responses, tails = [*responses, _pads(0)], [*tails, _pads(0)]
+    answers, parts = [*map(len, responses)], [*zip(prompts, responses, tails, strict=True)]
     lengths = tuple(sum(map(len, each)) for each in parts)
-    tokens = chain.from_iterable(chain.from_iterable(parts))
-    values = np.fromiter(tokens, np.int64, sum(lengths))
+    values = np.concatenate([*chain.from_iterable(parts)])
     sizes = np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
     place = np.arange(len(values)) - (np.cumsum(sizes) - sizes)[sequence]  # in its sequence
@@ -277,8 +332,12 @@ def lay_out(
         rows.ravel()[at] = of_tokens
         return rows
 
-    begin, count = np.array([*map(len, prompts)])[sequence], np.array(counts)[sequence]
+    begin, count = np.array([*map(len, prompts)])[sequence], np.array(answers)[sequence]
     answered = (place >= begin) & (place < begin + count)
+    if batch.mask is not None:
+        own = Tokens.of(batch.mask).select([row for row in rows if row >= 0])
+        answered[answered] = own.values
+    counts = np.bincount(sequence[answered], minlength=len(sizes))
     row, position = np.divmod(at[answered] - 1, shape[1])  # the token before predicts
     kept, column = np.unique(position, return_inverse=True)
     arrays = {
@@ -289,7 +348,7 @@ def lay_out(
         "target": values[answered],
         "real": laid(np.array(rows)[sequence] >= 0),
     }
-    slots = [round_up(count, step) for count in counts]
+    slots = [round_up(count, step) for count in answers]
     if step > 1:
         starts = np.cumsum([0, *slots[:-1]])
         arrays["slots"] = (place - begin + starts[sequence])[answered]
@@ -306,9 +365,14 @@ def lay_out(
     if packed:
         bounds, position_ids = tensors.pop("bounds"), tensors.pop("position_ids")
         packing = Packing(lengths, bounds, position_ids, undivided=step > 1)
+    each = tuple(counts.tolist())
     return MicroBatch(
-        rows=tuple(rows), counts=counts, packing=packing, num_slots=sum(slots), **tensors
+        rows=tuple(rows), counts=each, packing=packing, num_slots=sum(slots), **tensors
     )
+
+
+def _pads(count: int) -> NDArray[np.int64]:
+    return np.zeros(count, np.int64)
 
 
 def _routed(
@@ -341,9 +405,10 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
         text = f"a sequence of {batch.max_length} tokens exceeds the model's {limit} positions"
         raise ValueError(f"{text}; shorten it")
     words = model.vocab_size
-    for i, ids in enumerate([*batch.prompt_ids, *batch.response_ids]):
-        if ids and not 0 <= min(ids) <= max(ids) < words:
-            raise ValueError(f"sequence {i % len(batch)} has token ids outside 0..{words - 1}")
+    for ids in (Tokens.of(batch.prompt_ids), Tokens.of(batch.response_ids)):
+        wrong = ids.answers_at((ids.values < 0) | (ids.values >= words))
+        if len(wrong):
+            raise ValueError(f"sequence {wrong[0]} has token ids outside 0..{words - 1}")
 
 
 def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequence[str]) -> None:
@@ -354,7 +419,7 @@ def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequenc
     if batch.rollout_logprobs is not None:
         if batch.old_logprobs is not None:
             raise ValueError(f"{method} takes old_logprobs or rollout_logprobs, not both")
-        if not np.isfinite(flat(batch.rollout_logprobs)).all():
+        if not np.isfinite(batch.tokens("rollout_logprobs").values).all():
             raise ValueError(f"{method}: rollout_logprobs are not all finite")
     if not batch.num_tokens:
         raise ValueError(f"{method} got no response tokens to learn from; skip the step")

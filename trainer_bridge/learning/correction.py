@@ -36,13 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 from trainer_bridge.config import CorrectionConfig, Level
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.learning.batch import SequenceBatch
-from trainer_bridge.learning.token_numbers import (
-    Numbers,
-    PerToken,
-    flat,
-    log_ratios,
-    unequal_places,
-)
+from trainer_bridge.learning.tokens import Numbers, Tokens, log_ratios, unequal_places
 
 _LIMIT = 20.0  # of log-ratios: exp(20) is 5e8
 
@@ -65,7 +59,10 @@ class Correction:
 
 
 def correct(
-    rollout: ArrayLike, trainer: ArrayLike, lengths: Sequence[int], config: CorrectionConfig
+    rollout: ArrayLike,
+    trainer: ArrayLike,
+    lengths: Sequence[int] | NDArray[np.int64],
+    config: CorrectionConfig,
 ) -> Correction:
     """Compute the importance weights of the tokens of a step.
 
@@ -136,7 +133,7 @@ def effective_sample_size(weights: Numbers) -> float:
     return float(weights.sum()) ** 2 / (len(weights) * squares) if squares else 0.0
 
 
-def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict[str, float]:
+def reference_figures(logprobs: Tokens, ref_logprobs: Tokens | None) -> dict[str, float]:
     """Return the divergence of the policy from the reference; nothing without a reference.
 
     It is the mean of r - 1 - log(r) over all tokens, in nats, where r is the probability under the
@@ -149,29 +146,28 @@ def reference_figures(logprobs: PerToken, ref_logprobs: PerToken | None) -> dict
     return {"kl_to_reference": float(np.mean(k3(ratios)))}
 
 
-def figures_of_first_update(batch: SequenceBatch, own: PerToken) -> dict[str, float]:
+def figures_of_first_update(batch: SequenceBatch, own: Tokens) -> dict[str, float]:
     """Return the figures of an update that computed the log-probabilities `own` of its batch.
 
     The batch has `rollout_logprobs`. The weights behind `effective_sample_size` and the shares are
     those of the default options; the update did not use them.
     """
-    assert batch.rollout_logprobs is not None
-    lengths = list(map(len, own))
-    corrected = correct(flat(batch.rollout_logprobs), flat(own), lengths, CorrectionConfig())
-    return corrected.figures | reference_figures(own, batch.ref_logprobs)
+    rollout, own = batch.tokens("rollout_logprobs"), batch.learned(own)
+    corrected = correct(rollout.values, own.values, own.lengths, CorrectionConfig())
+    reference = None if batch.ref_logprobs is None else batch.tokens("ref_logprobs")
+    return corrected.figures | reference_figures(own, reference)
 
 
-def unequal_tokens(batch: SequenceBatch, own: PerToken) -> UnequalTokens | None:
+def unequal_tokens(batch: SequenceBatch, own: Tokens) -> UnequalTokens | None:
     """Compare the bits of `rollout_logprobs` with `own`, and return what differs."""
-    assert batch.rollout_logprobs is not None
-    first: tuple[int, int, tuple[float, float]] | None = None
-    count = 0
-    for number, (before, after) in enumerate(zip(batch.rollout_logprobs, own, strict=True)):
-        places = unequal_places(before, after)
-        count += len(places)
-        if len(places) and first is None:
-            first = number, places[0], (before[places[0]], after[places[0]])
-    return None if first is None else UnequalTokens(count, *first)
+    rollout = batch.whole(batch.tokens("rollout_logprobs"))
+    places = unequal_places(rollout.values, own.values)
+    if not places:
+        return None
+    number = int(own.answers_at(np.arange(len(own.values)) == places[0])[0])
+    place = places[0] - int(own.lengths[:number].sum())
+    pair = float(rollout.values[places[0]]), float(own.values[places[0]])
+    return UnequalTokens(len(places), number, place, pair)
 
 
 def _log_ratios(rollout: ArrayLike, trainer: ArrayLike) -> Numbers:
@@ -191,7 +187,7 @@ def _log_ratios(rollout: ArrayLike, trainer: ArrayLike) -> Numbers:
 class _Answers:
     """Reductions of the tokens of each answer; 0 for an answer without tokens."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
         self.lengths = np.asarray(lengths, np.int64)
         self._filled = self.lengths > 0
         self._starts = (np.cumsum(self.lengths) - self.lengths)[self._filled]

@@ -10,6 +10,7 @@ from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learn
 from trainer_bridge.learning.loss_scale import LossScale, check_scores
 from trainer_bridge.learning.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.learning.optimizer import LearningRate, build_optimizer, optimizer_step
+from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import build_model, run_backward
 from trainer_bridge.tag_names import CRITIC, CRITIC_OPTIM
@@ -33,7 +34,7 @@ class Critic:
         self.step, self.rate = 0, LearningRate.of(self.config)
         self.loss_scale = LossScale.of(self.config)
 
-    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+    def compute_values(self, batch: SequenceBatch) -> Tokens:
         """Compute fp32 values, one per response token of each sequence.
 
         Raises:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.learning.tokens import Tokens
 
 FIRST = 2.0**16
 LARGEST = 2.0**24
@@ -79,17 +81,17 @@ class LossScale:
             self.good, self.value = 0, min(2 * value, LARGEST)
 
 
-def check_scores(method: str, scores: list[list[float]], config: TrainerConfig) -> None:
+def check_scores(method: str, scores: Tokens, config: TrainerConfig) -> None:
     """Raise a FloatingPointError if a score of `method` is not finite; every rank has all scores.
 
     Some models exceed float16 in their activations or logits.
     """
-    finite = [math.isfinite(sum(row)) for row in scores]  # the sum keeps infinities and NaN
-    if all(finite):
+    wrong = np.unique(scores.answers_at(~np.isfinite(scores.values)))
+    if not len(wrong):
         return
     dtype, remedy = config.torch_param_dtype, "restore weights without NaN and infinities"
     if dtype == torch.float16:
         remedy = f"activations or logits exceed float16's 65,504: {_WIDER}"
-    rule = f"{finite.count(False)} of {len(scores)} sequences have scores that are not finite"
-    first = f"the first of them is sequence {finite.index(False)}"
+    rule = f"{len(wrong)} of {len(scores)} sequences have scores that are not finite"
+    first = f"the first of them is sequence {wrong[0]}"
     raise FloatingPointError(f"{method}(): {rule}, {first}; {remedy}; nothing has changed")

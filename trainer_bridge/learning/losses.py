@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memsaver.system.plain import all_gather_plain
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.learning.policy_loss import k3, kl_terms, policy_terms, token_factors
+from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.exact_passes import forward_products, token_step
 from trainer_bridge.models.moe import load_balance, replay
 from trainer_bridge.models.packing import packs
@@ -86,15 +87,15 @@ class TokenValues:
         self._counts.extend(micro.counts)
         self._parts.append(values)
 
-    def gather(self, runtime: Runtime) -> list[list[float]]:
-        """Return the values of each sequence of the whole batch; a collective call."""
-        numbers = runtime.numbers(torch.cat(self._parts)) if self._parts else []
-        parts = zip(self._rows, self._counts, accumulate(self._counts), strict=True)
-        own = {row: numbers[end - count : end] for row, count, end in parts if row >= 0}
-        together = dict[int, list[float]]()
-        for share in all_gather_plain(own) if runtime.world > 1 else [own]:
-            together |= share
-        return [together[row] for row in range(len(together))]
+    def gather(self, batch: SequenceBatch, runtime: Runtime) -> Tokens:
+        """Return the value of each response token, 0 if it is not learned; a collective call."""
+        learned = batch.tokens("response_ids")
+        values = learned.with_values(np.zeros(len(learned.values)))
+        numbers = runtime.numbers(torch.cat(self._parts)) if self._parts else values.values
+        for row, count, end in zip(self._rows, self._counts, accumulate(self._counts), strict=True):
+            if row >= 0:
+                values.array(row)[:] = numbers[end - count : end]
+        return batch.whole(values.with_values(runtime.sum_ranks(values.values)))
 
 
 def score_tokens(
@@ -103,7 +104,7 @@ def score_tokens(
     score: Callable[[MicroBatch], Tensor],
     micro_batch_size: int,
     runtime: Runtime,
-) -> list[list[float]]:
+) -> Tokens:
     """Score a batch with a model in eval mode; a collective call.
 
     Every rank passes the whole batch, and gets the values of all sequences. `score` computes [N]
@@ -117,7 +118,7 @@ def score_tokens(
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
             values.add(micro, score(micro))
     # Read last, so that the host prepares a micro batch while the device scores the one before.
-    return values.gather(runtime)
+    return values.gather(batch, runtime)
 
 
 def add_gradients(
@@ -139,7 +140,7 @@ def add_gradients(
         parts = [torch.stack(backward(micro)) for micro in micros]
     # One transfer and one wait for the sums of all micro batches.
     sums = torch.stack(parts).double().sum(0)
-    return runtime.sum_ranks(runtime.numbers(sums))
+    return runtime.sum_ranks(runtime.numbers(sums)).tolist()
 
 
 def policy_gradient(

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -80,17 +82,17 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def numbers(self, tensor: Tensor) -> list[float]:
+    def numbers(self, tensor: Tensor) -> NDArray[np.float64]:
         """Read a tensor [N] from the device."""
-        return tensor.tolist()
+        return tensor.cpu().double().numpy()
 
-    def sum_ranks(self, values: list[float]) -> list[float]:
+    def sum_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum the values of all ranks element by element, in fp64."""
         if self.world == 1:
             return values
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.from_numpy(values).to(self.device, copy=True)
         dist.all_reduce(total)
-        return total.tolist()
+        return total.cpu().numpy()
 
 
 def _use_device(name: str) -> torch.device:

@@ -75,7 +75,7 @@ class FakeTrainer(FakeSide):
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         self.seen += batch.prompt_ids
         self.step += 1
-        learned = [batch.prompt_ids, batch.response_ids, batch.advantages]
+        learned = [*map(list, (batch.prompt_ids, batch.response_ids, batch.advantages or ()))]
         self.weights = hash_text(f"{self.weights}{learned}")
         sys.audit("tests.fake_side")
         return {"loss": float(self.weights)}

@@ -21,6 +21,7 @@ from recipes.loops.advantages import (
     compute_advantages,
     with_signal,
 )
+from trainer_bridge.learning import Tokens
 
 OFFSETS = [0.0, 1.0, -30000.0, 2e6, 2.0**40]
 SCALES = [1e-9, 1e-3, 1.0, 1e6]
@@ -154,14 +155,16 @@ def test_token_advantages_are_whitened_rewards_minus_later_penalties(
             for got, row in zip(returns, penalties, strict=True)
         ]
         # Centering leaves at most 1e-14; the constant may magnify it by 1e6.
-        for got, right in zip(compare_tokens(rewards, penalties, scale), expected, strict=True):
+        for got, right in zip(
+            compare_tokens(rewards, Tokens.of(penalties), scale), expected, strict=True
+        ):
             assert got == pytest.approx(right, rel=1e-9, abs=1e-7)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_reward_is_subtracted_from_answers_and_tokens(estimator: str) -> None:
     words = ["loss.kl_coef=0.5", "loss.kl_in=reward", f"loss.kl_estimator={estimator}"]
-    policy, reference = [[-1.0, -2.0], [-0.5]], [[-1.5, -1.0], [-0.5]]
+    policy, reference = map(Tokens.of, ([[-1.0, -2.0], [-0.5]], [[-1.5, -1.0], [-0.5]]))
     differences = [[0.5, -1.0], [0.0]]
     formulas = {
         "k1": lambda d: d,

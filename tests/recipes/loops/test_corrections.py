@@ -20,7 +20,7 @@ from recipes.loops.sampling import Samples
 from recipes.run import start_run
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
-from trainer_bridge.learning import flat
+from trainer_bridge.learning import Tokens
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
@@ -123,8 +123,11 @@ def test_updates_with_a_quantized_cache_have_importance_weights(
         train = rows(tmp_path / name, "train")
         for step, row in enumerate(train):
             for batch in spied.updates[count * step : count * (step + 1)]:
-                ratios = flat(batch.old_logprobs) - flat(spied.rollouts(step, batch))
-                assert flat(batch.weights) == pytest.approx(np.minimum(np.exp(ratios), high))
+                rollouts = Tokens.of(spied.rollouts(step, batch))
+                ratios = batch.tokens("old_logprobs").values - rollouts.values
+                assert batch.tokens("weights").values == pytest.approx(
+                    np.minimum(np.exp(ratios), high)
+                )
             assert 1e-3 < row["mismatch_mean"] < row["mismatch_max"] < 0.5
             assert 0 < row["mismatch_k3"] < row["mismatch_mean"]
             assert 0.9 < row["effective_sample_size"] < 1

@@ -26,19 +26,11 @@ from recipes.tasks import Problem, Task
 from tests.helpers.recipes.scored_answers import scored
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
-from trainer_bridge.learning import PerToken, by_answer, flat, log_ratios, reference_figures
+from trainer_bridge.learning import log_ratios, reference_figures
 from trainer_bridge.trainer import Trainer
 
 number = st.floats(-3, 3)
-per_token = st.lists(st.lists(number, max_size=6), min_size=1, max_size=5)
 A, B = (Task(name=name, train=(), held_out=(), score=lambda *_: 0.0) for name in "ab")
-
-
-@given(per_token)
-def test_flat_numbers_are_divided_into_the_same_answers(tokens: PerToken) -> None:
-    numbers = flat(tokens)
-    assert numbers.tolist() == [number for row in tokens for number in row]
-    assert by_answer(numbers, [*map(len, tokens)]) == tokens
 
 
 @settings(max_examples=100)

@@ -23,7 +23,7 @@ from recipes.loops.ppo import (
     with_advantages,
 )
 from trainer_bridge import Schedule, SequenceBatch
-from trainer_bridge.learning import by_answer, flat
+from trainer_bridge.learning import Tokens
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)
@@ -58,8 +58,9 @@ def test_advantages_are_weighted_means_of_n_step_advantages(
     rewards = [[reward for reward, _ in row] for row in tokens]
     values = [[value for _, value in row] for row in tokens]
     lengths = [*map(len, tokens)]
-    computed = gae(flat(rewards), flat(values), lengths, gamma, lam)
-    advantages, returns = (by_answer(numbers, lengths) for numbers in computed)
+    earned = Tokens.of(rewards)
+    computed = gae(earned.values, Tokens.of(values).values, lengths, gamma, lam)
+    advantages, returns = map(earned.with_values, computed)
     for row, (actual, targets) in enumerate(zip(advantages, returns, strict=True)):
         expected = by_definition(rewards[row], values[row], gamma, lam)
         assert actual == pytest.approx(expected, abs=1e-9)
