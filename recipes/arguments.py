@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from memsaver.system.named_functions import absolute_name
 from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
+from recipes.importing import NamedFunction, absolute_name
 from recipes.loops.grpo import GrpoLoop
 from recipes.loops.loop import Loop
 from recipes.loops.ppo import PpoLoop
@@ -104,7 +104,9 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
     """Return the loss of the policy's updates."""
     names = ("aggregation", "clip_low", "clip_high", "dual_clip", "entropy_coef")
     fields: dict[str, Any] = {name: getattr(recipe.loss, name) for name in names}
-    fields["kind"] = absolute_name(recipe.loss.kind)  # actors have another working directory
+    kind = recipe.loss.kind
+    # Actors have another working directory.
+    fields["kind"] = NamedFunction(absolute_name(kind)) if ":" in kind else kind
     if recipe.loss.aggregation == "constant":
         fields["max_tokens"] = recipe.sampling.max_tokens
     if recipe.kl_in == "loss" and recipe.kl_estimator != "k1":

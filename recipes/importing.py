@@ -1,18 +1,97 @@
-"""Import and call of the functions that a recipe names."""
+"""Import and call of what a recipe names: `package.module:function` or `folder/file.py:function`.
+
+This imports no torch, for the processes of reward functions.
+"""
 
 import contextlib
+import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from memsaver.system.named_functions import import_named
 from recipes.errors import RecipeError, typed
 
 
+def import_named(name: str) -> Any:
+    """Import a function, also from a module in the working directory.
+
+    A file is a module of its own, named by its path, and imports what lies beside it.
+
+    Args:
+        name: `package.module:function` or `folder/file.py:function`, by the working directory.
+
+    Raises:
+        RecipeError: The module cannot be imported, or has no such function; with the remedy.
+    """
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _module_of_file(_path(place)) if place.endswith(".py") else _module(place)
+    except (Exception, SystemExit) as error:
+        rule = f"cannot import {place}: {typed(error)}"
+        absent = isinstance(error, ModuleNotFoundError)
+        remedy = "run in the folder of the module, or set PYTHONPATH" if absent else "correct it"
+        raise RecipeError(f"{rule}; {remedy}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        rule = f"{place} has no function {attribute}; define it, or correct the name"
+        raise RecipeError(rule)
+    return function
+
+
+def absolute_name(name: str) -> str:
+    """Return the name with which another working directory finds the same file."""
+    place, colon, attribute = name.rpartition(":")
+    return f"{_path(place)}:{attribute}" if colon and place.endswith(".py") else name
+
+
+def _module(name: str) -> ModuleType:
+    _find_beside(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _path(place: str) -> str:
+    return str(Path(place).expanduser().absolute())
+
+
+def _module_of_file(path: str) -> ModuleType:
+    if path not in sys.modules:
+        _find_beside(os.path.dirname(path))
+        spec = importlib.util.spec_from_file_location(path, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[path])
+        except BaseException:
+            del sys.modules[path]
+            raise
+    return sys.modules[path]
+
+
+def _find_beside(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function that is imported where it is called, so that it pickles as its name."""
+
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return import_named(self.name)(*args)
+
+
 def import_function(key: str, name: str) -> Callable[..., Any]:
-    """Import what `import_named` takes; its error becomes a RecipeError that begins with `key`."""
+    """Import what `import_named` takes; its error begins with `key`."""
     try:
         function: Callable[..., Any] = import_named(name)
-    except ValueError as error:
+    except RecipeError as error:
         raise RecipeError(f"{key}: {error}") from error
     return function
 

@@ -13,7 +13,7 @@ from rollout.model import resolve_model
 from trainer_bridge.tag_names import TRAINER_TAGS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-LossKind = Literal["ppo", "gspo", "cispo"]  # or a function by name
+LossKind = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k2", "k3"]
 Level = Literal["token", "sequence", "geometric"]
@@ -30,8 +30,8 @@ _FINITE: Rule = (lambda value: 0 <= value < math.inf, "must be finite, not negat
 _POSITIVE: Rule = (lambda value: 0 < value < math.inf, "must be positive and finite")
 _COUNT: Rule = (lambda value: value >= 1, "must be at least 1")
 _LOSS_KIND: Rule = (
-    lambda kind: kind in get_args(LossKind) or ":" in kind,
-    f"use one of {', '.join(get_args(LossKind))}, or a function's module:function",
+    lambda kind: callable(kind) or kind in get_args(LossKind),
+    f"use one of {', '.join(get_args(LossKind))}, or a function",
 )
 _COUNT_OR_NONE: Rule = (lambda value: value is None or value >= 1, "must be at least 1, or None")
 
@@ -148,8 +148,7 @@ class PolicyLoss:
 
     Attributes:
         kind: Clipped ratios of tokens (ppo) or of sequences (gspo), log-probabilities with clipped
-            weights (cispo), or a function with the arguments of `ppo_clip`, by name:
-            package.module:function or folder/file.py:function, which every rank imports.
+            weights (cispo), or a function with the arguments of `policy_terms`, which pickles.
         aggregation: What is averaged: all tokens (token), answers, each the mean of its tokens
             (sequence), or all tokens with `max_tokens` in place of each answer's length (constant).
         max_tokens: Tokens of the longest answer, at least 1, for aggregation="constant".
@@ -162,7 +161,7 @@ class PolicyLoss:
         entropy_coef: Weight of the entropy, which the loss rewards; finite, not negative.
     """
 
-    kind: str = "ppo"
+    kind: LossKind | Callable[..., Any] = "ppo"
     aggregation: Aggregation = "token"
     max_tokens: int | None = None
     clip_low: float = 0.2

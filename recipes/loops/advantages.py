@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from memsaver.system.named_functions import import_named
 from recipes.config.recipe import Recipe
 from recipes.config.sections import Baseline, Scale
+from recipes.importing import import_named
 from recipes.loops.numbers import centered, deviation
 from trainer_bridge.learning import Numbers, Tokens, k3, log_ratios
 

@@ -4,12 +4,12 @@ Notation, for token t of answer i: A its advantage; r = exp(logprobs - old) the 
 the trained policy to the policy of `old`; sg(x) the value of x without its gradient.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memsaver.system.named_functions import import_named
 from trainer_bridge.config import PolicyLoss
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch
 
@@ -44,10 +44,11 @@ def policy_terms(
         The terms; the loss has a gradient through `log_ratio` and `logprobs`.
 
     Raises:
-        ValueError: The user's function cannot be imported, or returned another shape.
+        ValueError: The user's function returned another shape.
     """
-    if ":" in loss.kind:
-        return _own_terms(loss, log_ratio, logprobs, advantages, micro)
+    if callable(loss.kind):
+        made = loss.kind(loss, log_ratio, logprobs, advantages, micro)
+        return _checked_terms(made, loss.kind, log_ratio)
     if loss.kind == "cispo":
         return cispo(loss, log_ratio, logprobs, advantages)
     if loss.kind == "gspo":
@@ -55,10 +56,7 @@ def policy_terms(
     return ppo_clip(loss, log_ratio, advantages)
 
 
-def _own_terms(
-    loss: PolicyLoss, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, micro: MicroBatch
-) -> PolicyTerms:
-    made = import_named(loss.kind)(loss, log_ratio, logprobs, advantages, micro)
+def _checked_terms(made: Any, function: Callable[..., Any], log_ratio: Tensor) -> PolicyTerms:
     if not isinstance(made, PolicyTerms):
         none = torch.zeros_like(log_ratio, dtype=torch.bool)
         made = PolicyTerms(made, none, none)
@@ -66,7 +64,7 @@ def _own_terms(
         if not isinstance(part, Tensor) or part.shape != log_ratio.shape:
             got = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
             rule = f"returned {got} as {name}, and there are {len(log_ratio)} tokens"
-            raise ValueError(f"loss {loss.kind} {rule}; return a tensor with a term for each token")
+            raise ValueError(f"{function} {rule}; return a tensor with a term for each token")
     return made
 
 
