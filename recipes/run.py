@@ -16,10 +16,12 @@ from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.logs.delivery import Trackers
-from recipes.logs.monitor import Monitor, ProgressView, View
+from recipes.logs.monitor import Monitor
 from recipes.logs.run_folder import RunFolder, at_work, check_holds_run, new_folder
+from recipes.logs.view import ProgressView, View
 from recipes.loops import corrections
 from recipes.loops.evaluation import check_best, standing
+from recipes.loops.loop import Loop
 from recipes.planner.decide import decide
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.scoring import open_rewards
@@ -214,11 +216,12 @@ def _attempt(
                 view.note(found)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
-            first, drawn = 1, 0
+            before: dict[str, Any] = {}  # of the sessions before
             if resume:
                 with monitor.stage("load_checkpoint"):
                     _load(folder, trainer, recipe)
-                first, drawn = folder.done + 1, folder.checkpoint_values()["prompts_drawn"]
+                before = {"updates": folder.done, "evaluations": folder.run.evaluations}
+                before["drawn"] = folder.checkpoint_values()["prompts_drawn"]
             # The plan needs the bytes that a hosted engine holds outside of its tags.
             if recipe.engine.hosted:
                 setup = _with_decisions(setup, folder, monitor)
@@ -229,31 +232,31 @@ def _attempt(
                 rollout=rollout,
                 cycle=cycle,
                 rewards=rewards,
-                monitor=monitor,
+                sink=monitor,
                 save=partial(_save, folder, trainer, recipe, _state(setup)),
+                mark_best=partial(folder.mark_best, keep=recipe.checkpoint.keep),
                 export=partial(_export, folder, trainer, setup),
-                drawn=drawn,
+                **before,
             )
-            loop.run(first)
+            loop.run()
     finally:
         monitor.close()
-    _note_outcome(folder, recipe, view)
+    _note_outcome(folder, loop, view)
 
 
-def _note_outcome(folder: RunFolder, recipe: Recipe, view: View) -> None:
+def _note_outcome(folder: RunFolder, loop: Loop, view: View) -> None:
     """Show the best evaluation, and how the run ended."""
-    run, section = folder.run, recipe.eval
-    updates = run.train()[-1]["step"]
-    if best := standing(run.evaluations, section.best):
+    section, updates = loop.setup.recipe.eval, loop.updates
+    if best := loop.standing:
         kept = folder.best_checkpoint()
         when = f"after {best.step} updates" if best.step else "before the first update"
         where = f" (checkpoints/{kept.name})" if kept else ""
         view.note(f"best: {section.best} {best.value:.3f} {when}{where}")
     outcome = "done"
-    if updates < recipe.steps and best:
+    if updates < loop.setup.recipe.steps and best:
         outcome = f"ended early after {updates} updates: {best.since} evaluations without a better "
         outcome += f"{section.best} (eval.patience={section.patience})"
-    if lost := sum(row.get("faults", 0) for row in run.train()):
+    if lost := sum(row.get("faults", 0) for row in folder.run.train()):
         outcome += f", with {lost} answers lost to failures of reward functions"
     export = folder.export_of(updates)
     view.note(f"{outcome}: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))

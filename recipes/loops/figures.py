@@ -12,14 +12,14 @@ from recipes.tasks import Task
 
 
 def answer_figures(
-    samples: Samples, scores: Sequence[Scored], seconds: dict[str, float], tasks: Sequence[Task]
+    samples: Samples, scores: Sequence[Scored], seconds: float, tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """Return the figures of all answers of a step, for metrics.jsonl.
 
     Args:
         samples: The answers.
         scores: Record of each answer; at least one has a reward.
-        seconds: Seconds of the step by stage.
+        seconds: Seconds in which they were sampled.
         tasks: Sets to train on; if there are several, the row has figures of each.
 
     Returns:
@@ -34,7 +34,7 @@ def answer_figures(
         "response_length_max": max(lengths),
         "cut_off": samples.ended.count(False) / len(lengths),
         "tokens": sum(lengths),
-        "tokens_per_second": sum(lengths) / max(seconds["generate_sequences"], 1e-9),
+        "tokens_per_second": sum(lengths) / max(seconds, 1e-9),
     }
     if functions := by_function(scores):
         row["rewards"] = functions

@@ -11,8 +11,10 @@ from rich.console import Console
 
 from memsaver import MemorySaver, Usage
 from recipes.errors import LostWorker, RunError
-from recipes.logs.monitor import Monitor, Peaks, ProgressView, View, describe
+from recipes.logs.monitor import Monitor
+from recipes.logs.peaks import Peaks
 from recipes.logs.run_folder import RunFolder
+from recipes.logs.view import ProgressView, View, describe
 from tests.helpers.memsaver.savers import until
 from tests.helpers.recipes.run_folders import eval_row, train_row
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.cli import main
-from recipes.logs.monitor import Monitor, View
+from recipes.logs.monitor import Monitor
 from recipes.logs.recorded_samples import FAULTY, read_samples, records_of
 from recipes.logs.run_folder import RunFolder, whole_rows
+from recipes.logs.view import View
 from recipes.rewards import Scored
 from recipes.tasks import Problem
 from tests.helpers.recipes.run_folders import eval_row, train_row

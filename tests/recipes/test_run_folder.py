@@ -18,8 +18,9 @@ import torch
 import recipes
 from memsaver import Event
 from recipes.logs import run_folder
-from recipes.logs.monitor import Monitor, ProgressView
+from recipes.logs.monitor import Monitor
 from recipes.logs.run_folder import RunFolder, Span, at_work, json_lines, new_folder, whole_rows
+from recipes.logs.view import ProgressView
 from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.run_folders import eval_row, train_row
