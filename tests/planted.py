@@ -462,11 +462,11 @@ BUGS = [
     ),
     Bug(
         "`latest` names a checkpoint that is still being written",
-        "recipes/logs/run_folder.py",
+        "recipes/logs/checkpoints.py",
         "recipes/test_run_folder.py",
-        '            write(folder / f"step_{step}")\n',
-        '            replace_text(folder / "latest", f"step_{step}\\n")\n'
-        '            write(folder / f"step_{step}")\n',
+        "            _write(self._folder(step), write)\n",
+        '            replace_text(self._latest, f"step_{step}\\n")\n'
+        "            _write(self._folder(step), write)\n",
     ),
     Bug(
         "a repeated step shuffles differently",

@@ -21,8 +21,9 @@ from typing import Any, Self
 
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, typed
+from recipes.logs.metric_rows import Row, append_rows, json_lines, whole_rows
 from recipes.logs.recorded_samples import read_samples
-from recipes.logs.run_folder import Row, RunFolder, json_lines, open_itself, whole_rows
+from recipes.logs.run_folder import RunFolder
 from recipes.logs.trackers import Tracker, figures_of, make_tracker
 
 LEDGER = "trackers.jsonl"
@@ -57,8 +58,7 @@ class TrackerLedger:
             replace_text(self._file, json_lines(entries))
 
     def add(self, tracker: str, **entry: Any) -> None:
-        with open(self._file, "a", opener=open_itself) as file:
-            file.write(json_lines([{"tracker": tracker, **entry}]))
+        append_rows(self._file, {"tracker": tracker, **entry})
 
 
 class Delivery:
@@ -215,13 +215,13 @@ class Trackers:
 
     def catch_up(self, folder: RunFolder) -> None:
         """Deliver the rows of a resumed run that trackers lack."""
-        if self._deliveries and folder.run.rows:
+        if self._deliveries and (rows := folder.rows()):
             samples: dict[Place, list[Row]] = {}
             for sample in read_samples(folder.path):
                 samples.setdefault(place_of(sample), []).append(sample)
             for delivery in self._deliveries:
-                delivery.allow(len(folder.run.rows))
-            for row in folder.run.rows:
+                delivery.allow(len(rows))
+            for row in rows:
                 for delivery in self._deliveries:
                     delivery.offer(row, samples.get(place_of(row), ()))
 

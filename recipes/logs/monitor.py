@@ -9,9 +9,11 @@ from typing import Any
 
 from memsaver.system.clock import steady_time
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line, typed
+from recipes.logs.metric_rows import BULKY, Row, kind_of
 from recipes.logs.peaks import Peaks
 from recipes.logs.recorded_samples import records_of
-from recipes.logs.run_folder import Row, RunFolder, Span, kind_of
+from recipes.logs.run_folder import RunFolder
+from recipes.logs.stage_trace import Span, StageTrace
 from recipes.logs.view import View
 from recipes.loops.sampling import Samples
 from recipes.loops.sink import Sink
@@ -32,6 +34,7 @@ class Monitor(Sink):
         seconds: Seconds of this step by stage.
         memory: Committed bytes of this step by phase and tag.
         peaks: Peak bytes by stage.
+        trace: Stages and memory of the newest steps.
         sync: Bytes and seconds of the newest weight sync.
         samples: Largest number of answers of a row that are recorded.
         track: Passes a row and its samples to the trackers, and returns lines to show.
@@ -52,6 +55,7 @@ class Monitor(Sink):
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
+        self.trace = StageTrace()
         self.sync: dict[str, Any] = {}
         self._told = set[str]()  # warnings that a run shows once
         self._moves: list[tuple[float, float]] = []  # of this step
@@ -76,7 +80,7 @@ class Monitor(Sink):
         try:
             yield
         finally:
-            self.folder.run.spans.append(Span(name, start, steady_time()))
+            self.trace.spans.append(Span(name, start, steady_time()))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -99,7 +103,7 @@ class Monitor(Sink):
         except (RunError, RecipeError):
             raise
         except ScorerError as error:
-            raise RunError(name, str(error), self.folder.how_to_continue()) from error
+            raise RunError(name, str(error), self.folder.checkpoints.how_to_continue()) from error
         except Exception as error:
             stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
             if not isinstance(cause, BaseException):
@@ -115,7 +119,7 @@ class Monitor(Sink):
         self.peaks.passed(name)
 
     def _timed(self, name: str, start: float, end: float) -> None:
-        self.folder.run.spans.append(Span(name, start, end))
+        self.trace.spans.append(Span(name, start, end))
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         if kind_of(name) == "switch":
             self._switches.append((start, end))
@@ -149,7 +153,7 @@ class Monitor(Sink):
 
     def replaced(self, number: int, error: ActorDied) -> None:
         """Record that an engine is lost and started again, as replacement `number` of the run."""
-        self.folder.add_replacement(number, str(error))
+        self.folder.add_restart(replacement=number, cause=str(error))
         self.view.note(f"replacement {number} of a lost engine: {one_line(error)}")
 
     def outside(self) -> int:
@@ -223,7 +227,7 @@ class Monitor(Sink):
         tags: dict[str, int] = {}
         for owner, side in self._sources.items():
             events = side.drain_events()
-            self.folder.run.events.setdefault(owner, []).extend(events)
+            self.trace.events[owner].extend(events)
             for event in events:
                 if event.op in MOVING:
                     self._moves.append((event.time - event.seconds, event.time))
@@ -234,7 +238,7 @@ class Monitor(Sink):
     def close(self) -> None:
         """Write trace and pictures and end the view; note in it what cannot be written."""
         self.view.stage("writing files")
-        for name, write in (("trace", self.folder.write_trace), ("pictures", self.write_pictures)):
+        for name, write in (("trace", self.write_trace), ("pictures", self.write_pictures)):
             try:
                 write()
             except ImportError as error:
@@ -243,11 +247,14 @@ class Monitor(Sink):
                 self.view.note(f"no {name}: {one_line(error)}")
         self.view.close()
 
+    def write_trace(self) -> None:
+        self.trace.write(self.folder.path / "trace.json")
+
     def write_pictures(self) -> None:
         """Write the run's pictures into its folder."""
         from recipes.logs.pictures import write_pictures
 
-        write_pictures(self.folder.run, self.folder.path)
+        write_pictures(self.folder.rows(apart_from=BULKY), self.trace, self.folder.path)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:

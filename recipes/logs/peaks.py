@@ -14,6 +14,7 @@ from typing import Any
 
 from memsaver import Usage
 
+ROLLOUT_GPU = " (engine's GPU)"  # ends the name of a stage on a GPU without a trainer rank
 TakeUsage = Callable[[], Usage | None]
 
 

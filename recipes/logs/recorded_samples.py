@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from recipes.errors import RecipeError
-from recipes.logs.run_folder import SAMPLES, Row, check_holds_run, whole_rows
+from recipes.logs.metric_rows import METRICS, SAMPLES, Row, whole_rows
+from recipes.logs.run_folder import check_holds_run
 
 FAULTY = 16  # further answers of a row that are recorded because they have a fault
 FEW = 4  # samples that the command prints by default
@@ -107,7 +108,7 @@ def _record(group: AnswerGroup, number: int, place: int) -> Row:
 
 def read_samples(folder: Path) -> list[Row]:
     """Return the samples of the rows that metrics.jsonl has; skip the rest of a killed run."""
-    rows = {(row["kind"], row["step"]) for row in whole_rows(folder / "metrics.jsonl")}
+    rows = {(row["kind"], row["step"]) for row in whole_rows(folder / METRICS)}
     samples = whole_rows(folder / SAMPLES)
     return [sample for sample in samples if (sample["kind"], sample["step"]) in rows]
 

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 from recipes.errors import RecipeError, one_line
 from recipes.importing import calling, import_function
+from recipes.logs.metric_rows import json_lines, numbers_of
 from recipes.logs.recorded_samples import COLUMNS, cells, cut
-from recipes.logs.run_folder import json_lines, numbers_of
 
 Sample = Mapping[str, Any]
 """A record of samples.jsonl."""

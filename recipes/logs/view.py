@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from recipes.logs.run_folder import qualities, switch_seconds
+from recipes.logs.metric_rows import qualities, switch_seconds
 
 NOTABLE = 1e-3  # seconds of overlapped moves that are shown
 QUIET = 60.0  # seconds of a stage after which a log says that it still runs

@@ -31,8 +31,9 @@ import recipes
 from recipes.cli import main
 from recipes.logs import delivery
 from recipes.logs.delivery import Trackers
+from recipes.logs.metric_rows import whole_rows
 from recipes.logs.recorded_samples import COLUMNS, read_samples
-from recipes.logs.run_folder import RunFolder, new_folder, whole_rows
+from recipes.logs.run_folder import RunFolder, new_folder
 from recipes.logs.trackers import (
     TensorBoardTracker,
     Tracker,
@@ -534,19 +535,21 @@ def test_every_row_is_delivered_exactly_once_in_order_over_failures_and_resumes(
         patch.setitem(sys.modules, "mine", SimpleNamespace(make=lambda: memory))
         patch.setattr(delivery, "LONGEST_PAUSE", 30.0)  # a failed row waits for the next session
         for more in [*draw(st.lists(st.integers(1, 4), max_size=2)), last]:
-            end = min(last, folder.done + more)
+            end = min(last, folder.checkpoints.done + more)
             bad = set() if more == last else draw(st.sets(st.integers(1, last), max_size=1))
             with Trackers(["mine:make"]) as trackers:
                 trackers.start(folder.path, {})
                 trackers.catch_up(folder)
-                for step in range(folder.done + 1, end + 1):
-                    due = (step - 1) % 2 == 0 and not folder.run.newest_evaluation
+                for step in range(folder.checkpoints.done + 1, end + 1):
+                    due = (step - 1) % 2 == 0 and not (
+                        folder.rows() and folder.rows()[-1]["kind"] == "eval"
+                    )
                     new = [eval_row(step - 1, 0.5)] if due else []
                     for row in [*new, train_row(step)]:
                         folder.add_row(row)
                         trackers.add(row)
                     if step % 3 == 0:
-                        folder.save_checkpoint(step, 1, Path.mkdir)
+                        folder.checkpoints.save(step, 1, Path.mkdir)
             folder = RunFolder.reopen(folder.path, recipe)
     expected = [(row["step"], row["kind"] == "eval") for row in whole_rows(
         folder.path / "metrics.jsonl"

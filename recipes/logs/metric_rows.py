@@ -1,0 +1,116 @@
+"""Rows of a run: metrics.jsonl and samples.jsonl, and what a row says."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
+FIRST = ("reward", "reward_std", "correct")  # in tables
+QUALITIES = ("correct", "avg@", "pass@")  # beginnings of names of shares of right answers
+
+Row = dict[str, Any]
+
+
+def whole_rows(file: Path, apart_from: Collection[str] = ()) -> list[Row]:
+    """Return the rows of a file; skip the half line that a killed run may leave.
+
+    Rows of before, in which correct answers were called exact, are read with a line. Parts of the
+    rows that `apart_from` names are left out.
+    """
+    rows = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError):
+            row = renamed(json.loads(line), file)
+            rows.append({name: row[name] for name in row if name not in apart_from})
+    return rows
+
+
+def renamed(row: Row, file: Path) -> Row:
+    """Return a row in which correct answers are called so, in the figures of each set, too."""
+    names = {name: re.sub("^exact(_match)?(?=_|$)", "correct", name) for name in row}
+    if names.keys() - {*names.values()}:
+        _tell_renamed(file)
+    row = {names[name]: value for name, value in row.items()}
+    if isinstance(row.get("sets"), dict):
+        row["sets"] = {name: renamed(figures, file) for name, figures in row["sets"].items()}
+    return row
+
+
+@functools.cache
+def _tell_renamed(file: Path) -> None:
+    print(f"memsaver: {file}: what its rows call exact is read as correct", file=sys.stderr)
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as JSON, each on a line of its own."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def append_rows(file: Path, *rows: Mapping[str, Any]) -> None:
+    """Append rows to a file, which is no symbolic link."""
+    with open(file, "a", opener=open_itself) as stream:
+        stream.write(json_lines(rows))
+
+
+def open_itself(file: str | Path, flags: int) -> int:
+    """Open a file without following a symbolic link; for `open(opener=...)`."""
+    return os.open(file, flags | os.O_NOFOLLOW, 0o644)
+
+
+def of_kind(rows: Iterable[Row], kind: str, *keys: str) -> list[Row]:
+    """Return the rows of a kind ("train" or "eval") that have a value for every given key."""
+    return [row for row in rows if row["kind"] == kind and None not in map(row.get, keys)]
+
+
+def kind_of(stage: str) -> str:
+    """Return the side that works in a stage ("rollout", "train"), or "switch" for moves."""
+    if stage in ("generate_sequences", "select_groups", "evaluate"):
+        return "rollout"
+    works = ("compute_", "update_", "refresh_", "save_", "export")
+    return "train" if stage.startswith(works) else "switch"
+
+
+def switch_seconds(row: Mapping[str, Any]) -> float:
+    """Return the seconds of a step in stages that switch sides, including the weight sync."""
+    stages = row.get("stages", {}).items()
+    return sum(seconds for stage, seconds in stages if kind_of(stage) == "switch")
+
+
+def numbers_of(row: Mapping[str, Any], apart_from: Collection[str] = ()) -> dict[str, float]:
+    """Return all numbers of a row but its step by name, nested ones as `stages/update_actor`."""
+    numbers: dict[str, float] = {}
+    for name, value in row.items():
+        if name in apart_from:
+            continue
+        if isinstance(value, Mapping):
+            numbers |= {f"{name}/{inner}": number for inner, number in numbers_of(value).items()}
+        elif isinstance(value, Real) and name != "step":
+            numbers[name] = float(value)
+    return numbers
+
+
+def tabulated(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, float]]]:
+    """Return the names of figures in their order in rows, and the figures of every row.
+
+    Seconds of stages and bytes, of which a row has many, are left out.
+    """
+    numbers = [numbers_of(row, BULKY) for row in rows]
+    names = dict.fromkeys(itertools.chain.from_iterable(numbers))
+    return sorted(names, key=lambda name: name not in FIRST), numbers
+
+
+def qualities(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the shares of right answers in an evaluation, by name."""
+    return {name: value for name, value in row.items() if name.startswith(QUALITIES)}
