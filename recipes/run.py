@@ -205,7 +205,6 @@ def _attempt(
     monitor = Monitor(folder, view, setup.recipe.samples, trackers.add)
     try:
         view.note(opening)
-        trackers.catch_up(folder)
         with ExitStack() as stack:
             # First, because worker processes start while the two sides are built.
             rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)

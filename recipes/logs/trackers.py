@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from recipes.errors import RecipeError, one_line
 from recipes.importing import calling, import_function
@@ -33,12 +32,12 @@ PORT = 9464
 class Tracker:
     """Receiver of a run's figures and samples; base class, whose methods do nothing.
 
-    The methods may raise any exception: a run then tells its user, and tries again later. A run
-    calls `log` and `table` in a thread, one at a time.
+    The methods may raise any exception: a run then tells its user, and continues without the row.
+    A run calls `log` and `table` in a thread, one at a time.
 
     Attributes:
-        keeps: Whether logged figures outlive the process. If so, a resumed run does not log them
-            again.
+        keeps: Whether logged figures outlive the process. If so, a resumed run does not log the
+            steps again that it repeats.
     """
 
     keeps = True
@@ -121,56 +120,28 @@ class TensorBoardTracker(Tracker):
         from torch.utils import tensorboard
 
         self._library = tensorboard
-        self._folder = Path()
-        self._file: BinaryIO | None = None
+        self._writer: Any = None
 
     def start(
         self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
     ) -> str | None:
-        self._folder = folder / "tensorboard"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer = self._library.SummaryWriter(str(folder / "tensorboard"))
         if run_id is None:
-            text = "".join(f"    {line}\n" for line in json.dumps(config, indent=2).splitlines())
-            self._add([self._text("recipe", text)], 0)
-        return self._folder.name
+            lines = json.dumps(config, indent=2).splitlines()
+            self._writer.add_text("recipe", "".join(f"    {line}\n" for line in lines))
+        return "tensorboard"
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # A single event for all figures: SummaryWriter.add_scalar takes 28 us for each of them.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._add(values, step)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
-        self._add([self._text(f"samples/{samples[0]['kind']}", markdown(samples))], step)
-
-    def _text(self, tag: str, text: str) -> Any:
-        return self._library.summary.text(tag, text).value[0]
-
-    def _add(self, values: list[Any], step: int) -> None:
-        """Write an event; after a failure, such as a full disk, the next call begins a new file.
-
-        SummaryWriter would write in a thread, which prints a traceback when it fails.
-        """
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        events = [Event(wall_time=time.time(), step=step, summary=Summary(value=values))]
-        if self._file is None:
-            events.insert(0, Event(wall_time=time.time(), file_version="brain.Event:2"))
-            name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}.{os.getpid()}"
-            self._file = open(self._folder / name, "xb")  # noqa: SIM115
-        try:
-            for event in events:
-                self._library.RecordWriter(self._file).write(event.SerializeToString())
-            self._file.flush()
-        except OSError:
-            self._file = None
-            raise
+        self._writer.add_text(f"samples/{samples[0]['kind']}", markdown(samples), step)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbTracker(Tracker):

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
+from recipes.logs.checkpoints import Checkpoints
 from tests.helpers.case_selection import rounds
 from tests.helpers.recipes.fake_sides import fake_runs
 from tests.helpers.recipes.tiny_runs import rows, same_rows
