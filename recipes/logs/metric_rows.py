@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,19 @@ def switch_seconds(row: Mapping[str, Any]) -> float:
 
 def numbers_of(row: Mapping[str, Any], apart_from: Collection[str] = ()) -> dict[str, float]:
     """Return all numbers of a row but its step by name, nested ones as `stages/update_actor`."""
-    numbers: dict[str, float] = {}
-    for name, value in row.items():
-        if name in apart_from:
-            continue
-        if isinstance(value, Mapping):
-            numbers |= {f"{name}/{inner}": number for inner, number in numbers_of(value).items()}
-        elif isinstance(value, Real) and name != "step":
-            numbers[name] = float(value)
-    return numbers
+    parts = {name: value for name, value in row.items() if name not in {"step", *apart_from}}
+    return {name: float(value) for name, value in flat(parts, "/") if isinstance(value, Real)}
+
+
+def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
+    """Yield all values by name; the names of nested ones are joined by the separator."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from (
+                (f"{name}{separator}{inner}", last) for inner, last in flat(value, separator)
+            )
+        else:
+            yield name, value
 
 
 def tabulated(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, float]]]:

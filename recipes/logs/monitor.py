@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from memsaver.system.clock import steady_time
@@ -238,7 +239,8 @@ class Monitor(Sink):
     def close(self) -> None:
         """Write trace and pictures and end the view; note in it what cannot be written."""
         self.view.stage("writing files")
-        for name, write in (("trace", self.write_trace), ("pictures", self.write_pictures)):
+        write_trace = partial(self.trace.write, self.folder.path / "trace.json")
+        for name, write in (("trace", write_trace), ("pictures", self.write_pictures)):
             try:
                 write()
             except ImportError as error:
@@ -246,9 +248,6 @@ class Monitor(Sink):
             except OSError as error:  # The run may have failed for the same reason.
                 self.view.note(f"no {name}: {one_line(error)}")
         self.view.close()
-
-    def write_trace(self) -> None:
-        self.trace.write(self.folder.path / "trace.json")
 
     def write_pictures(self) -> None:
         """Write the run's pictures into its folder."""

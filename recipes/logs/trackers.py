@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,23 @@ from typing import Any
 
 from recipes.errors import RecipeError, one_line
 from recipes.importing import calling, import_function
-from recipes.logs.metric_rows import json_lines, numbers_of
+from recipes.logs.metric_rows import flat, json_lines, numbers_of
 from recipes.logs.recorded_samples import COLUMNS, cells, cut
 
 Sample = Mapping[str, Any]
 """A record of samples.jsonl."""
+Config = Mapping[str, Any]
+"""Settings of a run; values are plain data."""
+RunId = str | None
+"""Text that identifies a run in a tracker."""
 
 PORT = 9464
 """Default port of the tracker prometheus."""
+GAUGES = {  # name, text and labels of the gauge, by the first part of a figure's name
+    "stages": ("memsaver_run_stage_seconds", "Seconds of a stage", ["stage"]),
+    "memory": ("memsaver_run_tag_bytes", "Bytes of a tag by phase", ["phase", "tag"]),
+    "": ("memsaver_run_figure", "Figure of the newest step or evaluation", ["name"]),
+}
 
 
 class Tracker:
@@ -42,9 +51,7 @@ class Tracker:
 
     keeps = True
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         """Begin a run, or continue an earlier one.
 
         Args:
@@ -122,9 +129,7 @@ class TensorBoardTracker(Tracker):
         self._library = tensorboard
         self._writer: Any = None
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         self._writer = self._library.SummaryWriter(str(folder / "tensorboard"))
         if run_id is None:
             lines = json.dumps(config, indent=2).splitlines()
@@ -156,9 +161,7 @@ class WandbTracker(Tracker):
         self._library = importlib.import_module(library)
         self._run: Any = None
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         own: dict[str, Any] = {}
         if self._name == "wandb":
             own["dir"] = os.environ.get("WANDB_DIR") or str(folder)
@@ -222,13 +225,13 @@ class MlflowTracker(Tracker):
         self._client: Any = None
         self._id = ""
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         with self._library.start_run(run_id=run_id, run_name=name) as run:
             self._id = str(run.info.run_id)
             if run_id is None:  # A parameter of a run can be set once.
-                self._library.log_params({key: str(value)[:500] for key, value in _flat(config)})
+                self._library.log_params(
+                    {key: str(value)[:500] for key, value in flat(config, ".")}
+                )
         # The library's active run belongs to this thread; other threads use a client.
         self._client = self._library.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")
@@ -251,14 +254,6 @@ class MlflowTracker(Tracker):
             self._client.set_terminated(self._id)
 
 
-def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from ((f"{key}.{inner}", last) for inner, last in _flat(value))
-        else:
-            yield key, value
-
-
 class PrometheusTracker(Tracker):
     """Gauges of the newest figures, served on a port of all network interfaces.
 
@@ -273,41 +268,21 @@ class PrometheusTracker(Tracker):
 
         self._library = prometheus_client
         self._port = port
-        self._figures: dict[str, float] = {}
+        self._gauges: dict[str, Any] = {}
         self._server: Any = None
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         registry = self._library.CollectorRegistry()
-        registry.register(self)
+        for part, (gauge, text, labels) in GAUGES.items():
+            self._gauges[part] = self._library.Gauge(gauge, text, labels, registry=registry)
         self._server, _ = self._library.start_http_server(self._port, registry=registry)
         return None
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        self._figures = {**self._figures, **figures, "step": step}
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the newest figures as gauges; prometheus_client calls this for every scrape."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        families = {
-            "stages": ("memsaver_run_stage_seconds", "Seconds of a stage", ["stage"]),
-            "memory": ("memsaver_run_tag_bytes", "Bytes of a tag by phase", ["phase", "tag"]),
-            "": ("memsaver_run_figure", "Figure of the newest step or evaluation", ["name"]),
-        }
-        gauges = {
-            part: GaugeMetricFamily(name, text, labels=labels)
-            for part, (name, text, labels) in families.items()
-        }
-        for name, value in self._figures.items():
+        for name, value in {**figures, "step": step}.items():
             part, _, rest = name.partition("/")
-            if part in families:
-                labels = rest.split("/", len(families[part][2]) - 1)
-                gauges[part].add_metric(labels, value)
-            else:
-                gauges[""].add_metric([name], value)
-        yield from gauges.values()
+            labels = rest.split("/", len(GAUGES[part][2]) - 1) if part in GAUGES else [name]
+            self._gauges.get(part, self._gauges[""]).labels(*labels).set(value)
 
     def close(self) -> None:
         if self._server is not None:

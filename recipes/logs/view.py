@@ -125,19 +125,7 @@ class ProgressView(View):
         self._progress.update(self._task, completed=row["step"], newest=newest)
         left = self._progress.tasks[0].time_remaining
         eta = "" if left is None else f" | ETA {datetime.timedelta(seconds=round(left))}"
-        self._figures(f"step {row['step']}/{self._steps}: {describe(row)}{eta}")
-
-    def _figures(self, text: str) -> None:
-        """Print figures separated by bars; in a terminal, break the line between figures only."""
-        console = self._progress.console
-        first, *figures = text.split(" | ")
-        lines = [first]
-        for figure in figures:
-            if console.is_terminal and len(f"{lines[-1]} | {figure}") > console.width:
-                lines.append(f"  {figure}")
-            else:
-                lines[-1] += f" | {figure}"
-        self.note("\n".join(lines))
+        self.note(f"step {row['step']}/{self._steps}: {describe(row)}{eta}")
 
     def close(self) -> None:
         self._closed.set()
