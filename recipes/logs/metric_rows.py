@@ -7,12 +7,13 @@ import functools
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
+
+from recipes.loops.figures import renamed
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -32,20 +33,11 @@ def whole_rows(file: Path, apart_from: Collection[str] = ()) -> list[Row]:
     rows = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError):
-            row = renamed(json.loads(line), file)
+            row = renamed(read := json.loads(line))
+            if row != read:
+                _tell_renamed(file)
             rows.append({name: row[name] for name in row if name not in apart_from})
     return rows
-
-
-def renamed(row: Row, file: Path) -> Row:
-    """Return a row in which correct answers are called so, in the figures of each set, too."""
-    names = {name: re.sub("^exact(_match)?(?=_|$)", "correct", name) for name in row}
-    if names.keys() - {*names.values()}:
-        _tell_renamed(file)
-    row = {names[name]: value for name, value in row.items()}
-    if isinstance(row.get("sets"), dict):
-        row["sets"] = {name: renamed(figures, file) for name, figures in row["sets"].items()}
-    return row
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +41,31 @@ def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: in
     """
     if not limit:
         return []
-    groups = list(itertools.chain.from_iterable(itertools.starmap(_groups_of, batches)))
+    groups = _groups_of(batches)
     chosen: list[Row] = []
     for group in _in_turn_of_sets(groups, row["step"] if row["kind"] == "train" else 0):
         if chosen and len(chosen) + len(group) > limit:
             break
         chosen += group[:limit]
+    answers = list(itertools.chain.from_iterable(groups))
     taken = set(map(id, chosen))
-    faulty = [answer for group in groups for answer in group if answer["fault"]]
-    taken |= set([id(answer) for answer in faulty if id(answer) not in taken][:FAULTY])
+    faulty = [id(answer) for answer in answers if answer["fault"] and id(answer) not in taken]
+    taken |= {*faulty[:FAULTY]}
     # Version s of the weights has s - 1 updates.
     head = {"kind": row["kind"], "step": row["step"]}
     head["version"] = row["step"] + (row["kind"] == "eval")
-    return [
-        {**head, "group": number, **answer}
-        for number, group in enumerate(groups)
-        for answer in group
-        if id(answer) in taken
-    ]
+    return [{**head, **answer} for answer in answers if id(answer) in taken]
 
 
-def _groups_of(samples: Any, scores: Sequence[Any]) -> list[list[Row]]:
+def _groups_of(batches: Sequence[tuple[Any, Sequence[Any]]]) -> list[list[Row]]:
     """Return the answers in groups of the same prompt, whose answers are adjacent."""
-    problems = samples.problems
-    runs = itertools.groupby(range(len(problems)), key=lambda place: id(problems[place]))
-    return [[_record(samples, scores[place], place) for place in places] for _, places in runs]
+    groups: list[list[Row]] = []
+    for samples, scores in batches:
+        prompts = map(id, samples.problems)
+        places = itertools.groupby(enumerate(prompts), key=itemgetter(1))
+        for number, (_, group) in enumerate(places, len(groups)):
+            groups.append([_record(samples, scores[at], at, number) for at, _ in group])
+    return groups
 
 
 def _in_turn_of_sets(groups: Sequence[list[Row]], turn: int) -> Iterator[list[Row]]:
@@ -78,10 +79,11 @@ def _in_turn_of_sets(groups: Sequence[list[Row]], turn: int) -> Iterator[list[Ro
     return (group for group in itertools.chain.from_iterable(turns) if group)
 
 
-def _record(samples: Any, score: Any, place: int) -> Row:
+def _record(samples: Any, score: Any, place: int, group: int) -> Row:
     problem = samples.problems[place]
     return {
         "set": samples.tasks[place].name,
+        "group": group,
         "prompt": problem.prompt,
         "answer": problem.answer,
         "completion": samples.texts[place],

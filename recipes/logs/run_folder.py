@@ -50,9 +50,9 @@ from recipes.logs.metric_rows import (
     append_rows,
     json_lines,
     open_itself,
-    renamed,
     whole_rows,
 )
+from recipes.loops.figures import renamed
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"
@@ -219,7 +219,7 @@ class RunFolder:
         """Write a row, also of a loop that names figures as before, and its samples."""
         if samples:  # before the row, so that a row has all of its samples
             self._append(SAMPLES, *samples)
-        self._append(METRICS, renamed(row, self.path / METRICS))
+        self._append(METRICS, renamed(row))
 
     def add_restart(self, **event: Any) -> None:
         """Record a restart of the run, or the replacement of a lost engine, with its cause."""

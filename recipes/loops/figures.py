@@ -1,5 +1,6 @@
 """Figures of a step, for metrics.jsonl."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,17 @@ def answer_figures(
         row["rewards"] = functions
     if len(tasks) > 1:
         row["sets"] = _by_set(samples, scores, tasks)
+    return row
+
+
+def renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which correct answers are called so, in the figures of each set, too.
+
+    Rows of before, and evaluations of other code, may call them exact.
+    """
+    row = {re.sub("^exact(_match)?(?=_|$)", "correct", name): row[name] for name in row}
+    if isinstance(row.get("sets"), dict):
+        row["sets"] = {name: renamed(figures) for name, figures in row["sets"].items()}
     return row
 
 
