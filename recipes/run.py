@@ -220,13 +220,13 @@ def _attempt(
                 view.note(found)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
-            before: dict[str, Any] = {}  # of the sessions before
+            # The evaluation of the initial weights stays in a run that restarts from the start.
+            before: dict[str, Any] = {"evaluations": of_kind(folder.rows(), "eval")}
             if resume:
                 with monitor.stage("load_checkpoint"):
                     _load(folder, trainer, recipe)
-                before = {"updates": folder.checkpoints.done}
+                before["updates"] = folder.checkpoints.done
                 before["drawn"] = folder.checkpoints.values()["prompts_drawn"]
-                before["evaluations"] = of_kind(folder.rows(apart_from=BULKY), "eval")
             # The plan needs the bytes that a hosted engine holds outside of its tags.
             if recipe.engine.hosted:
                 setup = _with_decisions(setup, folder, monitor)
