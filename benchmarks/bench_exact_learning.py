@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.bench_losses import finished
 from benchmarks.common import parser, report
+from recipes.logs.metric_rows import Row
 from recipes.logs.pictures import STYLE, save_picture
-from recipes.logs.run_folder import Row
 
 FP8 = "engine.kv_cache_dtype=fp8_e4m3"
 CASES = {

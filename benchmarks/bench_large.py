@@ -25,8 +25,8 @@ import psutil
 import torch
 
 from benchmarks.common import GIB, Figure, Figures, Skipped, figures, median_ms, parser, run_cases
+from recipes.logs.metric_rows import switch_seconds
 from recipes.logs.report_page import DEVICE, measured_peaks
-from recipes.logs.run_folder import switch_seconds
 
 PLANS = Path("examples/plans")
 STEPS = ("steps=3", "exact=false", "loop.prompts_per_step=16", "loop.samples_per_prompt=8")

@@ -29,8 +29,8 @@ from benchmarks.common import parser, report
 from recipes.config.load import load
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
+from recipes.logs.metric_rows import Row, whole_rows
 from recipes.logs.pictures import COLORS, STYLE, save_picture
-from recipes.logs.run_folder import Row, whole_rows
 from recipes.run import start_run
 
 GRPO, FOUR = "GRPO", "GRPO, 2 x 2"

@@ -7,7 +7,8 @@ from memsaver.errors import format_bytes
 from recipes.config.load import load
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
-from recipes.logs.run_folder import RunFolder, check_holds_run
+from recipes.logs.checkpoints import Checkpoints
+from recipes.logs.run_folder import check_holds_run
 from recipes.setup.model_files import find_model
 
 
@@ -37,8 +38,8 @@ def export_run(
         RunError: Reading or writing failed. Nothing is left of the export.
     """
     check_holds_run("export", run_dir)
-    recipe, folder = load(run_dir / "recipe.yaml"), RunFolder(run_dir)
-    checkpoint = folder.best_checkpoint() if best else folder.checkpoint_of(step)
+    recipe, checkpoints = load(run_dir / "recipe.yaml"), Checkpoints(run_dir)
+    checkpoint = checkpoints.best() if best else checkpoints.of(step)
     if checkpoint is None:
         rule = "keeps no best checkpoint: nothing beat the initial weights, or none was saved"
         raise RecipeError(f"--best: {run_dir} {rule}; leave --best out for the newest")
@@ -47,7 +48,7 @@ def export_run(
     try:
         if to.exists() and any(to.iterdir()):
             raise RecipeError(f"--to {to}: is not empty; name a new folder; nothing was written")
-        _export(recipe, folder, checkpoint, to, merge_adapters)
+        _export(recipe, run_dir, checkpoint, to, merge_adapters)
     except OSError as error:
         remedy = "repair that and export again; nothing was left behind"
         raise RunError("export", one_line(error), remedy) from error
@@ -59,13 +60,13 @@ def export_run(
     return f"{to}: {name}, {size}; load it with {loader}.from_pretrained({str(to)!r})"
 
 
-def _export(recipe: Recipe, folder: RunFolder, checkpoint: Path, to: Path, merge: bool) -> None:
+def _export(recipe: Recipe, run_dir: Path, checkpoint: Path, to: Path, merge: bool) -> None:
     from trainer_bridge import TrainerConfig
     from trainer_bridge.models import export_checkpoint, read_values
 
     path = recipe.model.path
     config = TrainerConfig(
-        model_path=str(folder.path / "model" if path is None else find_model(path)),
+        model_path=str(run_dir / "model" if path is None else find_model(path)),
         random_init=recipe.model.random_init,
         dtype=recipe.trainer.dtype,
         param_dtype=recipe.model.dtype,
@@ -75,6 +76,4 @@ def _export(recipe: Recipe, folder: RunFolder, checkpoint: Path, to: Path, merge
         how: dict[str, Any] = {"merge_adapters": merge, "chat_template": template}
         export_checkpoint(str(checkpoint), str(to), config, **how)
     except ValueError as error:
-        raise RecipeError(
-            f"export {folder.path}: {one_line(error)}; nothing was written"
-        ) from error
+        raise RecipeError(f"export {run_dir}: {one_line(error)}; nothing was written") from error

@@ -16,10 +16,14 @@ from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.logs.delivery import Trackers
-from recipes.logs.monitor import Monitor, ProgressView, View
-from recipes.logs.run_folder import RunFolder, at_work, check_holds_run, new_folder
+from recipes.logs.environment import add_nodes
+from recipes.logs.metric_rows import BULKY, of_kind
+from recipes.logs.monitor import Monitor
+from recipes.logs.run_folder import OUTSIDE, RunFolder, at_work, check_holds_run, new_folder
+from recipes.logs.view import ProgressView, View
 from recipes.loops import corrections
 from recipes.loops.evaluation import check_best, standing
+from recipes.loops.loop import Loop
 from recipes.planner.decide import decide
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.scoring import open_rewards
@@ -91,7 +95,7 @@ def continue_run(
             if key := _first_difference(saved, recipe, MAY_CHANGE):
                 rule = "differs from the run's own recipe.yaml; start a new run instead"
                 raise RecipeError(f"{option}: {key}: {rule}")
-            values = folder.checkpoint_values()
+            values = folder.checkpoints.values()
             if ended := _ended(folder, recipe):
                 raise RecipeError(f"{option}: {ended}")
             # Chat templates that write a date keep that of the run's start.
@@ -126,10 +130,10 @@ def _standing_noted(folder: RunFolder) -> Iterator[None]:
 
 def _ended(folder: RunFolder, recipe: Recipe) -> str:
     """Return why the run ended and how to continue it nevertheless; empty if it did not end."""
-    step, section = folder.done, recipe.eval
-    evaluations = folder.rows_until(step).evaluations
+    step, section = folder.checkpoints.done, recipe.eval
+    evaluations = of_kind(folder.rows(until=step), "eval")
     evaluated = not section.every or any(row["step"] == step for row in evaluations)
-    exported = recipe.checkpoint.export_every is None or folder.export_of(step).is_dir()
+    exported = recipe.checkpoint.export_every is None or folder.checkpoints.export_of(step).is_dir()
     if step > recipe.steps or (step == recipe.steps and evaluated and exported):
         rule = f"{step} steps are already done; set steps={step + 10} to continue"
         return f"steps={recipe.steps}: {rule}"
@@ -179,14 +183,17 @@ def _drive(
                 return _attempt(setup, folder, trackers, resume, opening)
         except LostWorker as lost:
             if restarts == allowed:
-                raise LostWorker(lost.stage, lost.cause, folder.how_to_continue()) from lost
+                raise LostWorker(
+                    lost.stage, lost.cause, folder.checkpoints.how_to_continue()
+                ) from lost
             restarts += 1
-            folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
+            folder = RunFolder.reopen(folder.path, recipe)
+            resume = folder.checkpoints.exist
             if resume:
-                kept = Decisions.lasting(folder.checkpoint_values())
+                kept = Decisions.lasting(folder.checkpoints.values())
                 setup = replace(setup, decisions=setup.decisions.taking(kept))
-            folder.add_restart(restarts, str(lost))
-            where = f"step {folder.done}" if resume else "the start"
+            folder.add_restart(restart=restarts, cause=str(lost))
+            where = f"step {folder.checkpoints.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
 
 
@@ -198,7 +205,6 @@ def _attempt(
     monitor = Monitor(folder, view, setup.recipe.samples, trackers.add)
     try:
         view.note(opening)
-        trackers.catch_up(folder)
         with ExitStack() as stack:
             # First, because worker processes start while the two sides are built.
             rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)
@@ -214,11 +220,13 @@ def _attempt(
                 view.note(found)
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
                 monitor.watch(name, side)
-            first, drawn = 1, 0
+            # The evaluation of the initial weights stays in a run that restarts from the start.
+            before: dict[str, Any] = {"evaluations": of_kind(folder.rows(), "eval")}
             if resume:
                 with monitor.stage("load_checkpoint"):
                     _load(folder, trainer, recipe)
-                first, drawn = folder.done + 1, folder.checkpoint_values()["prompts_drawn"]
+                before["updates"] = folder.checkpoints.done
+                before["drawn"] = folder.checkpoints.values()["prompts_drawn"]
             # The plan needs the bytes that a hosted engine holds outside of its tags.
             if recipe.engine.hosted:
                 setup = _with_decisions(setup, folder, monitor)
@@ -229,33 +237,33 @@ def _attempt(
                 rollout=rollout,
                 cycle=cycle,
                 rewards=rewards,
-                monitor=monitor,
+                sink=monitor,
                 save=partial(_save, folder, trainer, recipe, _state(setup)),
+                mark_best=partial(folder.checkpoints.mark_best, keep=recipe.checkpoint.keep),
                 export=partial(_export, folder, trainer, setup),
-                drawn=drawn,
+                **before,
             )
-            loop.run(first)
+            loop.run()
     finally:
         monitor.close()
-    _note_outcome(folder, recipe, view)
+    _note_outcome(folder, loop, view)
 
 
-def _note_outcome(folder: RunFolder, recipe: Recipe, view: View) -> None:
+def _note_outcome(folder: RunFolder, loop: Loop, view: View) -> None:
     """Show the best evaluation, and how the run ended."""
-    run, section = folder.run, recipe.eval
-    updates = run.train()[-1]["step"]
-    if best := standing(run.evaluations, section.best):
-        kept = folder.best_checkpoint()
+    section, updates = loop.setup.recipe.eval, loop.updates
+    if best := loop.standing:
+        kept = folder.checkpoints.best()
         when = f"after {best.step} updates" if best.step else "before the first update"
         where = f" (checkpoints/{kept.name})" if kept else ""
         view.note(f"best: {section.best} {best.value:.3f} {when}{where}")
     outcome = "done"
-    if updates < recipe.steps and best:
+    if updates < loop.setup.recipe.steps and best:
         outcome = f"ended early after {updates} updates: {best.since} evaluations without a better "
         outcome += f"{section.best} (eval.patience={section.patience})"
-    if lost := sum(row.get("faults", 0) for row in run.train()):
+    if lost := sum(row.get("faults", 0) for row in of_kind(folder.rows(apart_from=BULKY), "train")):
         outcome += f", with {lost} answers lost to failures of reward functions"
-    export = folder.export_of(updates)
+    export = folder.checkpoints.export_of(updates)
     view.note(f"{outcome}: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
 
 
@@ -266,7 +274,7 @@ def _with_decisions(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
         total = device_bytes(setup.device)
         if total is not None and setup.recipe.engine.hosted and setup.decisions.open:
             outside = monitor.outside()
-            folder.write_json("outside.json", {"bytes": outside})
+            folder.write_json(OUTSIDE, {"bytes": outside})
         decisions, plan = decide(setup, total, outside)
     folder.write_json("decisions.json", decisions.as_json())
     for line in decisions.lines:
@@ -298,7 +306,7 @@ def _save(
     folder: RunFolder, trainer: Any, recipe: Recipe, state: dict[str, Any], step: int, drawn: int
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts_drawn": drawn, **state}
-    folder.save_checkpoint(
+    folder.checkpoints.save(
         step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )
 
@@ -307,14 +315,14 @@ def _export(folder: RunFolder, trainer: Any, setup: Setup, step: int) -> None:
     # Without its base, which is random, an adapter is of no use.
     merge = bool(setup.recipe.lora.rank) and setup.recipe.model.random_init
     how = {"merge_adapters": merge, "chat_template": setup.template or ""}
-    folder.save_export(step, lambda path: trainer.save_pretrained(str(path), **how))
+    folder.checkpoints.save_export(step, lambda path: trainer.save_pretrained(str(path), **how))
 
 
 def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:
     try:
         if recipe.reference_every:
             trainer.reload(REFERENCE)
-        trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
+        trainer.load_checkpoint(str(folder.checkpoints.newest().absolute()))
         if recipe.reference_every:
             trainer.offload(REFERENCE)
     except OtherWeights as error:
@@ -331,7 +339,7 @@ def _show_nodes(trainer: Any, rollout: Any, folder: RunFolder, view: View) -> No
             names = f"{nodes[actor.node]}, " if actor.node in nodes else ""
             nodes[actor.node] = names + actor.name
     if len(nodes) > 1:
-        folder.add_nodes(nodes)
+        add_nodes(folder.path, nodes)
         view.note("; ".join(f"node {node}: {names}" for node, names in nodes.items()))
 
 

@@ -462,11 +462,11 @@ BUGS = [
     ),
     Bug(
         "`latest` names a checkpoint that is still being written",
-        "recipes/logs/run_folder.py",
+        "recipes/logs/checkpoints.py",
         "recipes/test_run_folder.py",
-        '            write(folder / f"step_{step}")\n',
-        '            replace_text(folder / "latest", f"step_{step}\\n")\n'
-        '            write(folder / f"step_{step}")\n',
+        "            _write(self._folder(step), write)\n",
+        '            replace_text(self._latest, f"step_{step}\\n")\n'
+        "            _write(self._folder(step), write)\n",
     ),
     Bug(
         "a repeated step shuffles differently",
@@ -479,12 +479,12 @@ BUGS = [
         "a resumed run has the evaluation after its checkpoint twice",
         "recipes/loops/loop.py",
         "recipes/test_continued_runs.py",
-        'return newest is not None and newest["step"] == updates',
+        'return bool(self.evaluations) and self.evaluations[-1]["step"] == self.updates',
         "return False",
     ),
     Bug(
         "a stage's peak omits torch's own peak",
-        "recipes/logs/monitor.py",
+        "recipes/logs/peaks.py",
         "recipes/test_monitor.py",
         "held + usage.torch_peak_bytes",
         "held + usage.torch_bytes",

@@ -45,6 +45,7 @@ ROLES = {"actor", "base", "config", "errors", "experts", "tag_names", "vllm"}
 # Files that read the date; all others measure with clocks that nobody sets.
 DATED = (  # files that read dates
     "memsaver/system/clock.py",
+    "recipes/logs/environment.py",
     "recipes/logs/run_folder.py",
     "recipes/logs/trackers.py",
     "recipes/planner/command.py",

@@ -1,124 +1,32 @@
-"""Monitor of a run: times and memory of every stage, recorded and shown as it runs.
-
-Within a stage, the tags of a side either only come or only go. So the peak of a process is the
-larger of its tags' bytes before and after the stage, plus torch's own peak. The rest of the
-device's memory (contexts, libraries) does not change. If the tags of one side come while those of
-the other go, they take the pages that become free.
-"""
+"""Monitor of a run: times and memory of every stage, recorded and shown as it runs."""
 
 from __future__ import annotations
 
-import datetime
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from rich import progress
-from rich.console import Console
-from rich.table import Column
-from rich.text import Text
-
-from memsaver import Usage
 from memsaver.system.clock import steady_time
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line, typed
+from recipes.logs.metric_rows import BULKY, Row, kind_of
+from recipes.logs.peaks import Peaks
 from recipes.logs.recorded_samples import records_of
-from recipes.logs.run_folder import Row, RunFolder, Span, kind_of, qualities, switch_seconds
+from recipes.logs.run_folder import RunFolder
+from recipes.logs.stage_trace import Span, StageTrace
+from recipes.logs.view import View
+from recipes.loops.sampling import Samples
+from recipes.loops.sink import Sink
+from recipes.rewards import Scored
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, RankFailed
 from trainer_bridge.sync import SyncReceipt
 
-TakeUsage = Callable[[], Usage | None]
 MOVING = ("pause", "resume", "save", "prefetch")  # operations of a saver that move memory
-NOTABLE = 1e-3  # seconds of overlapped moves that are shown
-QUIET = 60.0  # seconds of a stage after which a log says that it still runs
-COUNTED = {"groups_without_signal": "groups without signal", "faults": "faults of rewards"}
-OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
-class Peaks:
-    """Peak bytes of each stage: of processes, of torch in them, of tags, and of the fullest device.
-
-    Processes are counted without contexts and libraries. On a CPU, "device_bytes" is None. Devices
-    without a trainer count as "rollout_device_bytes", which is absent without such devices.
-    """
-
-    def __init__(self) -> None:
-        self.stages: dict[str, dict[str, Any]] = {}
-        self._sources: dict[str, TakeUsage] = {}
-        self._before: dict[str, dict[str, int]] = {}
-
-    def watch(self, owner: str, take_usage: TakeUsage) -> None:
-        """Register a process.
-
-        `owner` is "trainer" or "rollout", followed by "[rank]" if there are several.
-        """
-        self._sources[owner] = take_usage
-
-    def passed(self, stage: str) -> None:
-        """Read all processes at the end of a stage; repeated stages keep the larger figures."""
-        readings = {owner: take() for owner, take in self._sources.items()}
-        usages = {owner: usage for owner, usage in readings.items() if usage is not None}
-        tags: dict[str, int] = {}
-        processes, torch = {}, {}
-        freed, torch_extra = Counter[str](), Counter[str]()
-        for owner, usage in usages.items():
-            before, place = self._before.get(owner, usage.tags), _place(owner)
-            self._before[owner] = usage.tags
-            freed[place] += sum(before.values()) - sum(usage.tags.values())
-            torch_extra[place] += usage.torch_peak_bytes - usage.torch_bytes
-            larger = _larger(before, usage.tags)
-            tags |= {f"{tag}{place}": nbytes for tag, nbytes in larger.items()}
-            torch[owner] = usage.torch_peak_bytes
-            # A page that moves from the page pool to a tag counts once.
-            held = max(sum(before.values()), sum(usage.tags.values()))
-            processes[owner] = held + usage.torch_peak_bytes
-        more = +freed + torch_extra
-        trained = {_place(owner) for owner in usages if owner.startswith("trainer")}
-        apart = {owner: usage for owner, usage in usages.items() if _place(owner) not in trained}
-        beside = {owner: usage for owner, usage in usages.items() if owner not in apart}
-        entry: dict[str, Any] = {"processes": processes, "torch": torch, "tags": tags}
-        entry["device_bytes"] = _device(beside or apart, more)
-        if beside and apart:
-            entry["rollout_device_bytes"] = _device(apart, more)
-        self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
-
-    def take(self) -> dict[str, dict[str, Any]]:
-        """Return and forget the stages since the last call."""
-        stages, self.stages = self.stages, {}
-        return stages
-
-
-def _place(owner: str) -> str:
-    return owner[owner.index("[") :] if "[" in owner else ""
-
-
-def _device(usages: Mapping[str, Usage], more: Mapping[str, int]) -> int | None:
-    """Return the fullest device's bytes: those used now plus those held earlier in the stage."""
-    places: dict[str, int] = {}
-    for owner, usage in usages.items():
-        if usage.device_used_bytes is not None:
-            places[_place(owner)] = max(places.get(_place(owner), 0), usage.device_used_bytes)
-    return max((used + more.get(place, 0) for place, used in places.items()), default=None)
-
-
-def _larger(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    return {key: max(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
-
-
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    larger: dict[str, Any] = {
-        name: _larger(first[name], second[name]) for name in ("processes", "torch", "tags")
-    }
-    for name in first.keys() - larger:
-        sizes = [entry[name] for entry in (first, second) if entry[name] is not None]
-        larger[name] = max(sizes, default=None)
-    return larger
-
-
-class Monitor:
+class Monitor(Sink):
     """Recorder of a loop's stages and memory, which feeds the run's folder and its view.
 
     Attributes:
@@ -127,6 +35,7 @@ class Monitor:
         seconds: Seconds of this step by stage.
         memory: Committed bytes of this step by phase and tag.
         peaks: Peak bytes by stage.
+        trace: Stages and memory of the newest steps.
         sync: Bytes and seconds of the newest weight sync.
         samples: Largest number of answers of a row that are recorded.
         track: Passes a row and its samples to the trackers, and returns lines to show.
@@ -147,8 +56,9 @@ class Monitor:
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
+        self.trace = StageTrace()
         self.sync: dict[str, Any] = {}
-        self._told_of_loss = self._told_of_unequal = False
+        self._told = set[str]()  # warnings that a run shows once
         self._moves: list[tuple[float, float]] = []  # of this step
         self._switches: list[tuple[float, float]] = []
         self._sources: dict[str, Any] = {}
@@ -163,15 +73,15 @@ class Monitor:
         self.peaks.watch(owner, side.take_usage)
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def part(self, name: str) -> Iterator[None]:
         self.seconds, self.memory = {}, {}
         self._moves, self._switches = [], []
         start = steady_time()
-        self.folder.place = f"in step {step}"
+        self.folder.place = f"in {name}"
         try:
             yield
         finally:
-            self.folder.run.spans.append(Span(f"step {step}", start, steady_time()))
+            self.trace.spans.append(Span(name, start, steady_time()))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -194,7 +104,7 @@ class Monitor:
         except (RunError, RecipeError):
             raise
         except ScorerError as error:
-            raise RunError(name, str(error), self.folder.how_to_continue()) from error
+            raise RunError(name, str(error), self.folder.checkpoints.how_to_continue()) from error
         except Exception as error:
             stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
             if not isinstance(cause, BaseException):
@@ -210,7 +120,7 @@ class Monitor:
         self.peaks.passed(name)
 
     def _timed(self, name: str, start: float, end: float) -> None:
-        self.folder.run.spans.append(Span(name, start, end))
+        self.trace.spans.append(Span(name, start, end))
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         if kind_of(name) == "switch":
             self._switches.append((start, end))
@@ -224,21 +134,27 @@ class Monitor:
         names += ["merge_lost"] if receipt.merge_lost is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
         self.sync["stages"] = receipt.stages
-        if receipt.lossy and not self._told_of_loss:
-            self._told_of_loss = True
+        if receipt.lossy:
             correction = "the loss is corrected for it (section correction)"
             if not corrected:
                 correction = "the loss is not corrected for it, set correction.mode=auto"
-            self.view.note(
+            self._warn(
                 f"version {receipt.version}: rounding took {receipt.merge_lost:.0%} of the "
                 "adapters' move (sync.merge_lost in metrics.jsonl), so the rollout lags behind the "
                 f"policy; {correction}; if that persists, raise trainer.learning_rate or set "
-                "model.dtype=float32"
+                "model.dtype=float32",
+                about="loss",
             )
+
+    def _warn(self, text: str, about: str) -> None:
+        """Show the first of the lines about something."""
+        if about not in self._told:
+            self._told.add(about)
+            self.view.note(text)
 
     def replaced(self, number: int, error: ActorDied) -> None:
         """Record that an engine is lost and started again, as replacement `number` of the run."""
-        self.folder.add_replacement(number, str(error))
+        self.folder.add_restart(replacement=number, cause=str(error))
         self.view.note(f"replacement {number} of a lost engine: {one_line(error)}")
 
     def outside(self) -> int:
@@ -262,26 +178,47 @@ class Monitor:
         """Return the seconds of this step in which memory moved outside of the switch's stages."""
         return _covered([*self._moves, *self._switches]) - _covered(self._switches)
 
-    def answered(self, samples: Any, scores: Sequence[Any]) -> None:
+    def answered(self, samples: Samples, scores: Sequence[Scored]) -> None:
         """Take answers of the next row, which records some of them, with their scores."""
         if self.samples:
             self._answers.append((samples, scores))
 
     def row(self, row: Row) -> None:
-        """Record a row with the samples of its answers; show it and pass it to the trackers."""
+        """Record a row with the samples of its answers; show it and pass it to the trackers.
+
+        The row of a step gets the step's seconds and memory.
+        """
+        if row["kind"] == "train":
+            row = row | self._of_step()
         samples = records_of(self._answers, row, self.samples)
         self._answers = []
         self.folder.add_row(row, samples)
         self.view.row(row)
         for line in self.track(row, samples):
             self.view.note(line)
-        if row.get("unequal_tokens") and not self._told_of_unequal:
-            self._told_of_unequal = True
-            self.view.note(
-                f"step {row['step']}: {row['unequal_tokens']} tokens have other log-probabilities "
+        if unequal := row.get("unequal_tokens"):
+            self._warn(
+                f"step {row['step']}: {unequal} tokens have other log-probabilities "
                 "in the trainer than in the rollout, and the run continues; find the cause: "
-                f"memsaver trace-mismatch {self.folder.path}"
+                f"memsaver trace-mismatch {self.folder.path}",
+                about="mismatch",
             )
+
+    def _of_step(self) -> Row:
+        """Return the seconds of the step's stages, and its memory."""
+        figures: Row = {"stages": self.seconds, "hidden_seconds": self.hidden_seconds}
+        return {**figures, "sync": self.sync, "memory": self.memory, "peaks": self.peaks.take()}
+
+    def silent(self, step: int, steps: int) -> None:
+        """Say what to look at when no step has had signal for a while."""
+        self.view.note(
+            f"step {step}: for {steps} steps, all answers to a prompt have had the same reward; "
+            f"look at memsaver samples {self.folder.path}, the reward functions, "
+            "task.extract, sampling.max_tokens and sampling.temperature"
+        )
+
+    def note(self, text: str) -> None:
+        self.view.note(text)
 
     def read_memory(self, phase: str) -> None:
         """Collect the events of all owners and record the bytes of their tags under `phase`.
@@ -291,7 +228,7 @@ class Monitor:
         tags: dict[str, int] = {}
         for owner, side in self._sources.items():
             events = side.drain_events()
-            self.folder.run.events.setdefault(owner, []).extend(events)
+            self.trace.events[owner].extend(events)
             for event in events:
                 if event.op in MOVING:
                     self._moves.append((event.time - event.seconds, event.time))
@@ -302,7 +239,8 @@ class Monitor:
     def close(self) -> None:
         """Write trace and pictures and end the view; note in it what cannot be written."""
         self.view.stage("writing files")
-        for name, write in (("trace", self.folder.write_trace), ("pictures", self.write_pictures)):
+        write_trace = partial(self.trace.write, self.folder.path / "trace.json")
+        for name, write in (("trace", write_trace), ("pictures", self.write_pictures)):
             try:
                 write()
             except ImportError as error:
@@ -315,7 +253,7 @@ class Monitor:
         """Write the run's pictures into its folder."""
         from recipes.logs.pictures import write_pictures
 
-        write_pictures(self.folder.run, self.folder.path)
+        write_pictures(self.folder.rows(apart_from=BULKY), self.trace, self.folder.path)
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -332,128 +270,3 @@ def _lost_actor(cause: BaseException) -> bool:
     if isinstance(cause, RankFailed):
         cause = cause.error
     return isinstance(cause, ActorError) and cause.method != "__init__"
-
-
-def describe(row: Mapping[str, Any]) -> str:
-    """Return one line about a row of metrics.jsonl, with figures separated by bars."""
-    if row["kind"] == "eval":
-        shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
-        return f"{shares} on {row['problems']} held-out problems after {row['step']} updates"
-    spread = row.get("reward_std")
-    parts = [
-        f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
-        *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
-        *([f"{row['overflows']:.2g} overflows per update"] if row.get("overflows") else []),
-        f"correct {_decimal(row, 'correct')}",
-        *([] if "loss" in row else ["no update of the policy"]),
-        *_mismatch(row),
-        *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),
-        f"length {row['response_length']:.1f}",
-        f"{row['tokens_per_second']:.0f} tok/s",
-        f"{row['step_seconds']:.1f} s",
-        f"switch {switch_seconds(row):.3f} s",
-    ]
-    if (hidden := row.get("hidden_seconds", 0.0)) >= NOTABLE:
-        parts[-1] += f" and {hidden:.3f} s overlapped"
-    return " | ".join(parts)
-
-
-def _mismatch(row: Mapping[str, Any]) -> list[str]:
-    """Return the log-prob mismatch, unless none is measured, and the share of rejected answers."""
-    parts = []
-    if "mismatch_mean" in row:
-        parts.append(f"mismatch {row['mismatch_mean']:.1e} mean {row['mismatch_max']:.1e} max")
-    if rejected := row.get("answers_rejected"):
-        parts.append(f"{rejected:.0%} rejected")
-    return parts
-
-
-def _decimal(row: Mapping[str, Any], key: str = "reward") -> str:
-    """Return a figure; a dash if the row lacks it, because no answer has a reward."""
-    return "-" if row.get(key) is None else f"{row[key]:.3f}"
-
-
-class View:
-    """Display of a run that shows nothing; base class of the other displays."""
-
-    def note(self, text: str) -> None:
-        """Show a line."""
-
-    def stage(self, name: str) -> None:
-        """Show the stage that runs."""
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics.jsonl."""
-
-    def close(self) -> None:
-        """End the live display; `note` still works."""
-
-
-class ProgressView(View):
-    """Display with a line for each row and, in a terminal, a bar with the current stage.
-
-    Elsewhere, a stage that lasts is reported every `quiet` seconds.
-    """
-
-    def __init__(self, steps: int, console: Console | None = None, quiet: float = QUIET) -> None:
-        console = console or Console()
-        self._steps = steps
-        self._running, self._since = "starting", time.monotonic()
-        self._closed = threading.Event()
-        self._reporting = threading.Thread(target=self._report_stage, args=(quiet,), daemon=True)
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=10),
-            progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(),
-            # In a narrow terminal, only this last column wraps.
-            progress.TextColumn("{task.fields[newest]}", markup=False, table_column=Column()),
-            console=console,
-            disable=not console.is_interactive,
-            speed_estimate_period=3600.0,  # seconds; a step may take many minutes
-        )
-        self._task = self._progress.add_task("starting", total=steps, newest="")
-        self._progress.start()
-        if not console.is_interactive:
-            self._reporting.start()
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(Text(text), soft_wrap=True)
-
-    def stage(self, name: str) -> None:
-        self._running, self._since = name, time.monotonic()
-        self._progress.update(self._task, description=name)
-
-    def _report_stage(self, quiet: float) -> None:
-        while not self._closed.wait(quiet):
-            if (seconds := time.monotonic() - self._since) >= quiet:
-                self.note(f"{self._running}: {seconds:.0f} s so far")
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        if row["kind"] == "eval":
-            self.note(f"eval: {describe(row)}")
-            return
-        newest = f"reward {_decimal(row)}, {row['step_seconds']:.1f} s, "
-        newest += f"{row['tokens_per_second']:.0f} tok/s"
-        self._progress.update(self._task, completed=row["step"], newest=newest)
-        left = self._progress.tasks[0].time_remaining
-        eta = "" if left is None else f" | ETA {datetime.timedelta(seconds=round(left))}"
-        self._figures(f"step {row['step']}/{self._steps}: {describe(row)}{eta}")
-
-    def _figures(self, text: str) -> None:
-        """Print figures separated by bars; in a terminal, break the line between figures only."""
-        console = self._progress.console
-        first, *figures = text.split(" | ")
-        lines = [first]
-        for figure in figures:
-            if console.is_terminal and len(f"{lines[-1]} | {figure}") > console.width:
-                lines.append(f"  {figure}")
-            else:
-                lines[-1] += f" | {figure}"
-        self.note("\n".join(lines))
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._reporting.is_alive():
-            self._reporting.join()
-        self._progress.stop()

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 
 from memsaver import Event
 from memsaver.system.files import replaced
-from recipes.logs.run_folder import Row, Run, kind_of, qualities
+from recipes.logs.metric_rows import Row, kind_of, of_kind, qualities
+from recipes.logs.stage_trace import StageTrace
 from rollout.tag_names import TAGS as ROLLOUT_TAGS
 from trainer_bridge.tag_names import TRAINER_TAGS
 
@@ -61,10 +62,10 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def write_pictures(run: Run, folder: Path) -> None:
+def write_pictures(rows: Sequence[Row], trace: StageTrace, folder: Path) -> None:
     """Write reward.png and memory.png if the run has data for them."""
-    for name, draw in (("reward", draw_reward), ("memory", draw_memory)):
-        if (figure := draw(run)) is not None:
+    for name, figure in (("reward", draw_reward(rows)), ("memory", draw_memory(trace))):
+        if figure is not None:
             save_picture(figure, folder / f"{name}.png")
 
 
@@ -85,32 +86,33 @@ def data_uri(picture: Figure | bytes | None) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_reward(run: Run) -> Figure | None:
+def draw_reward(rows: Sequence[Row]) -> Figure | None:
     """Draw reward and correct answers over steps, and the log-prob mismatch below them."""
-    if not run.rows:
+    if not rows:
         return None
+    train, evaluations = of_kind(rows, "train"), of_kind(rows, "eval")
     figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _curve(above, run.train(), "reward", "reward, mean of the step")
-    _curve(above, run.train(), "correct", "correct samples")
-    for name in dict.fromkeys(chain.from_iterable(map(qualities, run.evaluations))):
-        _curve(above, run.evaluations, name, f"{name}, held-out problems", marker="o")
+    _curve(above, train, "reward", "reward, mean of the step")
+    _curve(above, train, "correct", "correct samples")
+    for name in dict.fromkeys(chain.from_iterable(map(qualities, evaluations))):
+        _curve(above, evaluations, name, f"{name}, held-out problems", marker="o")
     above.set(ylabel="reward; correct (share of answers)")
     for key, label in (("mismatch_mean", "mean"), ("mismatch_max", "largest")):
-        _curve(below, run.train(), key, f"mismatch, {label}", above=0.0)
-    _curve(below, run.train(), "kl_to_reference", "KL from the reference", above=0.0)
+        _curve(below, train, key, f"mismatch, {label}", above=0.0)
+    _curve(below, train, "kl_to_reference", "KL from the reference", above=0.0)
     below.set_yscale("log")
     below.set(xlabel="step", ylabel="nats per token")
     return figure
 
 
 @matplotlib.rc_context(STYLE)
-def draw_memory(run: Run) -> Figure | None:
+def draw_memory(trace: StageTrace) -> Figure | None:
     """Draw the stages of one step, and the bytes of each tag on the first device below them."""
-    step = run.one_step()
+    step = trace.one_step()
     if step is None:
         return None
-    spans = [span for span in run.spans if not span.is_step]
+    spans = [span for span in trace.spans if not span.is_step]
     spans = [span for span in spans if step.begin <= span.begin and span.end <= step.end]
     lanes = list(dict.fromkeys(span.name for span in spans))
     heights = (0.5 + LANE * len(lanes), 2.6)
@@ -127,8 +129,8 @@ def draw_memory(run: Run) -> Figure | None:
     above.set(ylabel="stage")
     below.set(xlabel=f"seconds since {step.name} began")
     _legend(above, columns=3)
-    first = [owner for owner in run.events if owner.partition("[")[2] in ("", "0]")]
-    events = chain.from_iterable(run.events[owner] for owner in first)
+    first = [owner for owner in trace.events if owner.partition("[")[2] in ("", "0]")]
+    events = chain.from_iterable(trace.events[owner] for owner in first)
     _draw_tags(below, sorted(events, key=lambda event: event.time), step.begin, step.end)
     return figure
 

@@ -6,33 +6,23 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from recipes.errors import RecipeError
-from recipes.logs.run_folder import SAMPLES, Row, check_holds_run, whole_rows
+from recipes.logs.metric_rows import METRICS, SAMPLES, Row, whole_rows
+from recipes.logs.run_folder import check_holds_run
 
 FAULTY = 16  # further answers of a row that are recorded because they have a fault
 FEW = 4  # samples that the command prints by default
 LONGEST = 1000  # characters of one text in tables
 COLUMNS = ("set", "prompt", "answer", "completion", "reward", "correct", "finish_reason", "tokens")
-
-
-class AnswerGroup(NamedTuple):
-    """Answers to one prompt: their samples and scores, and their places in these."""
-
-    samples: Any  # recipes.loops.sampling.Samples
-    scores: Sequence[Any]
-    places: list[int]
-
-    @property
-    def name(self) -> str:
-        return self.samples.tasks[self.places[0]].name
 
 
 def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: int) -> list[Row]:
@@ -51,48 +41,49 @@ def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: in
     """
     if not limit:
         return []
-    groups = list(itertools.chain.from_iterable(itertools.starmap(groups_of, batches)))
-    chosen = _chosen(groups, limit, row["step"] if row["kind"] == "train" else 0)
+    groups = _groups_of(batches)
+    chosen: list[Row] = []
+    for group in _in_turn_of_sets(groups, row["step"] if row["kind"] == "train" else 0):
+        if chosen and len(chosen) + len(group) > limit:
+            break
+        chosen += group[:limit]
+    answers = list(itertools.chain.from_iterable(groups))
+    taken = set(map(id, chosen))
+    faulty = [id(answer) for answer in answers if answer["fault"] and id(answer) not in taken]
+    taken |= {*faulty[:FAULTY]}
     # Version s of the weights has s - 1 updates.
-    version = row["step"] + (row["kind"] == "eval")
-    head = {"kind": row["kind"], "step": row["step"], "version": version}
-    return [{**head, **_record(groups[number], number, place)} for number, place in chosen]
+    head = {"kind": row["kind"], "step": row["step"]}
+    head["version"] = row["step"] + (row["kind"] == "eval")
+    return [{**head, **answer} for answer in answers if id(answer) in taken]
 
 
-def groups_of(samples: Any, scores: Sequence[Any]) -> list[AnswerGroup]:
-    """Split answers into the groups of the same prompt, whose answers are adjacent."""
-    problems = samples.problems
-    runs = itertools.groupby(range(len(problems)), key=lambda place: id(problems[place]))
-    return [AnswerGroup(samples, scores, list(places)) for _, places in runs]
+def _groups_of(batches: Sequence[tuple[Any, Sequence[Any]]]) -> list[list[Row]]:
+    """Return the answers in groups of the same prompt, whose answers are adjacent."""
+    groups: list[list[Row]] = []
+    for samples, scores in batches:
+        prompts = map(id, samples.problems)
+        places = itertools.groupby(enumerate(prompts), key=itemgetter(1))
+        for number, (_, group) in enumerate(places, len(groups)):
+            groups.append([_record(samples, scores[at], at, number) for at, _ in group])
+    return groups
 
 
-def _chosen(groups: Sequence[AnswerGroup], limit: int, turn: int) -> list[tuple[int, int]]:
-    """Return the numbers of groups with the places of the answers to record, in their order."""
-    by_set: dict[str, list[int]] = {}
-    for number, group in enumerate(groups):
-        by_set.setdefault(group.name, []).append(number)
+def _in_turn_of_sets(groups: Sequence[list[Row]], turn: int) -> Iterator[list[Row]]:
+    """Yield a group of each set, then the next of each; `turn` decides which set comes first."""
+    by_set: dict[str, list[list[Row]]] = {}
+    for group in groups:
+        by_set.setdefault(group[0]["set"], []).append(group)
     names = sorted(by_set)
     first = turn % max(1, len(names))
     turns = itertools.zip_longest(*(by_set[name] for name in names[first:] + names[:first]))
-    chosen: list[tuple[int, int]] = []
-    for number in (number for number in itertools.chain(*turns) if number is not None):
-        places = groups[number].places
-        if chosen and len(chosen) + len(places) > limit:
-            break
-        chosen += [(number, place) for place in places[:limit]]
-    faulty: list[tuple[int, int]] = []
-    for number, group in enumerate(groups):
-        faulty += [(number, place) for place in group.places if group.scores[place].fault]
-    faulty = [answer for answer in faulty if answer not in chosen]
-    return sorted(chosen + faulty[:FAULTY])
+    return (group for group in itertools.chain.from_iterable(turns) if group)
 
 
-def _record(group: AnswerGroup, number: int, place: int) -> Row:
-    samples, score = group.samples, group.scores[place]
+def _record(samples: Any, score: Any, place: int, group: int) -> Row:
     problem = samples.problems[place]
     return {
-        "set": group.name,
-        "group": number,
+        "set": samples.tasks[place].name,
+        "group": group,
         "prompt": problem.prompt,
         "answer": problem.answer,
         "completion": samples.texts[place],
@@ -107,7 +98,7 @@ def _record(group: AnswerGroup, number: int, place: int) -> Row:
 
 def read_samples(folder: Path) -> list[Row]:
     """Return the samples of the rows that metrics.jsonl has; skip the rest of a killed run."""
-    rows = {(row["kind"], row["step"]) for row in whole_rows(folder / "metrics.jsonl")}
+    rows = {(row["kind"], row["step"]) for row in whole_rows(folder / METRICS)}
     samples = whole_rows(folder / SAMPLES)
     return [sample for sample in samples if (sample["kind"], sample["step"]) in rows]
 
@@ -184,11 +175,10 @@ def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
     if count := arguments.best or arguments.worst:
         samples.sort(key=_reward, reverse=bool(arguments.best))
         return samples[:count], 0
-    count = arguments.count
-    if count is None:
-        count = 0 if arguments.json else FEW
-    if not count:
+    every = arguments.count == 0 or (arguments.count is None and arguments.json)
+    if every:
         return samples, 0
+    count = FEW if arguments.count is None else arguments.count
     samples = _in_turn(samples)
     return samples[:count], len(samples[count:])
 
@@ -196,12 +186,12 @@ def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
 def _in_turn(samples: Sequence[Row]) -> list[Row]:
     """Order samples so that prompts take turns: the first answer to each, then the second."""
     seen = Counter[tuple[Any, ...]]()
-    turns: list[tuple[int, int]] = []
-    for number, sample in enumerate(samples):
-        prompt = sample["step"], sample["kind"], sample["group"]
-        turns.append((seen[prompt], number))
-        seen[prompt] += 1
-    return [samples[number] for _, number in sorted(turns)]
+
+    def turn(sample: Row) -> int:
+        seen[prompt := (sample["step"], sample["kind"], sample["group"])] += 1
+        return seen[prompt]
+
+    return sorted(samples, key=turn)
 
 
 def _matching(samples: Sequence[Row], wanted: Mapping[str, Any]) -> list[Row]:

@@ -1,6 +1,5 @@
 """The command `memsaver report`: one HTML page about a run, from its folder alone."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -12,16 +11,10 @@ from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.yaml_values import read_values
 from recipes.errors import RecipeError, one_line, shown, writable
+from recipes.logs.metric_rows import METRICS, Row, of_kind, switch_seconds, tabulated, whole_rows
+from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
-from recipes.logs.run_folder import (
-    ROLLOUT_GPU,
-    Row,
-    Run,
-    check_holds_run,
-    switch_seconds,
-    tabulated,
-    whole_rows,
-)
+from recipes.logs.run_folder import check_holds_run, read_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
 ABOUT = ("algorithm", "task", "driver", "device")  # keys of the recipe at the top of the page
@@ -57,7 +50,8 @@ def render_page(path: Path) -> str:
 
     from recipes.logs.pictures import data_uri, draw_reward
 
-    run = Run(rows=whole_rows(path / "metrics.jsonl"))
+    rows = whole_rows(path / METRICS)
+    train, evaluations = of_kind(rows, "train"), of_kind(rows, "eval")
     recipe, memory = read_values(path / "recipe.yaml"), path / "memory.png"
     task = recipe.get("task")
     named = recipe | {"task": task.get("name") if isinstance(task, dict) else task}
@@ -66,27 +60,22 @@ def render_page(path: Path) -> str:
         name=path.resolve().name,
         about=[value for name in ABOUT if (value := named.get(name))],
         steps=recipe.get("steps"),
-        run=run,
-        figures=key_figures(run),
-        decisions=decided(_read_json(path / "decisions.json")),
-        reward=data_uri(draw_reward(run)),
+        train=train,
+        evaluations=evaluations,
+        figures=key_figures(rows),
+        decisions=decided(read_json(path / "decisions.json")),
+        reward=data_uri(draw_reward(rows)),
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
-        stages=longest_stages(run),
-        planned=planned_and_measured(run.rows, _read_json(path / "plan.json")),
+        stages=longest_stages(rows),
+        planned=planned_and_measured(rows, read_json(path / "plan.json")),
         within=WITHIN,
         under=UNDER,
-        evaluations=tabulated(run.evaluations),
-        train=tabulated(run.train()),
+        tabulated=tabulated,
         samples=newest_samples(path),
         columns=COLUMNS,
-        environment=_read_json(path / "environment.json"),
+        environment=read_json(path / "environment.json"),
         recipe=(path / "recipe.yaml").read_text(),
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty mapping if it does not exist."""
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def decided(decisions: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -96,30 +85,32 @@ def decided(decisions: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(name, value, reasons.get(name, "")) for name, value in values]
 
 
-def key_figures(run: Run) -> dict[str, str]:
+def key_figures(rows: Sequence[Row]) -> dict[str, str]:
     """Return the available key figures of a run by name."""
     figures = {}
-    if rewards := [row["reward"] for row in run.train("reward")]:
+    if rewards := [row["reward"] for row in of_kind(rows, "train", "reward")]:
         figures["reward, first and last step"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
-    if correct := [100 * row["correct"] for row in run.evaluations if "correct" in row]:
+    if correct := [100 * row["correct"] for row in of_kind(rows, "eval", "correct")]:
         figures["held-out, correct"] = f"{correct[0]:.0f} % → {correct[-1]:.0f} %"
     keys = ("step_seconds", "tokens_per_second", "hidden_seconds")
-    if rows := run.train("stages", *keys):
+    if timed := of_kind(rows, "train", "stages", *keys):
 
         def median(key: str) -> float:
-            return statistics.median(row[key] for row in rows)
+            return statistics.median(row[key] for row in timed)
 
-        switches = [switch_seconds(row) for row in rows]
-        share = statistics.median(map(truediv, switches, [row["step_seconds"] for row in rows]))
+        switches = [switch_seconds(row) for row in timed]
+        share = statistics.median(map(truediv, switches, [row["step_seconds"] for row in timed]))
         figures |= {
             "step, median": f"{median('step_seconds'):.2f} s",
             "switch, median": f"{statistics.median(switches):.3f} s, {share:.1%} of the step",
             "overlapped moves, median": f"{median('hidden_seconds'):.3f} s",
             "tokens per second, median": f"{median('tokens_per_second'):,.0f}",
         }
-    if sent := [size for row in run.train("sync") if (size := row["sync"].get("node_bytes"))]:
+    if sent := [
+        size for row in of_kind(rows, "train", "sync") if (size := row["sync"].get("node_bytes"))
+    ]:
         figures["between machines in a sync"] = format_bytes(sent[-1])
-    if mismatches := [row["mismatch_mean"] for row in run.train("mismatch_mean")]:
+    if mismatches := [row["mismatch_mean"] for row in of_kind(rows, "train", "mismatch_mean")]:
         median_mismatch = statistics.median(mismatches)
         figures["log-probability mismatch, median"] = f"{median_mismatch:.1e}"
     return figures
@@ -143,9 +134,9 @@ def _brief(cell: Any) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else cut(str(cell))
 
 
-def longest_stages(run: Run, count: int = 16) -> list[tuple[str, str, str]]:
+def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str, str]]:
     """Return the longest stages: name, median seconds, and share of all steps."""
-    rows = run.train("stages", "step_seconds")
+    rows = of_kind(rows, "train", "stages", "step_seconds")
     spent: dict[str, list[float]] = {}
     for stage, seconds in chain.from_iterable(row["stages"].items() for row in rows):
         spent.setdefault(stage, []).append(seconds)

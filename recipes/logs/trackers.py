@@ -9,43 +9,49 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from recipes.errors import RecipeError, one_line
 from recipes.importing import calling, import_function
+from recipes.logs.metric_rows import flat, json_lines, numbers_of
 from recipes.logs.recorded_samples import COLUMNS, cells, cut
-from recipes.logs.run_folder import json_lines, numbers_of
 
 Sample = Mapping[str, Any]
 """A record of samples.jsonl."""
+Config = Mapping[str, Any]
+"""Settings of a run; values are plain data."""
+RunId = str | None
+"""Text that identifies a run in a tracker."""
 
 PORT = 9464
 """Default port of the tracker prometheus."""
+GAUGES = {  # name, text and labels of the gauge, by the first part of a figure's name
+    "stages": ("memsaver_run_stage_seconds", "Seconds of a stage", ["stage"]),
+    "memory": ("memsaver_run_tag_bytes", "Bytes of a tag by phase", ["phase", "tag"]),
+    "": ("memsaver_run_figure", "Figure of the newest step or evaluation", ["name"]),
+}
 
 
 class Tracker:
     """Receiver of a run's figures and samples; base class, whose methods do nothing.
 
-    The methods may raise any exception: a run then tells its user, and tries again later. A run
-    calls `log` and `table` in a thread, one at a time.
+    The methods may raise any exception: a run then tells its user, and continues without the row.
+    A run calls `log` and `table` in a thread, one at a time.
 
     Attributes:
-        keeps: Whether logged figures outlive the process. If so, a resumed run does not log them
-            again.
+        keeps: Whether logged figures outlive the process. If so, a resumed run does not log the
+            steps again that it repeats.
     """
 
     keeps = True
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         """Begin a run, or continue an earlier one.
 
         Args:
@@ -121,56 +127,26 @@ class TensorBoardTracker(Tracker):
         from torch.utils import tensorboard
 
         self._library = tensorboard
-        self._folder = Path()
-        self._file: BinaryIO | None = None
+        self._writer: Any = None
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
-        self._folder = folder / "tensorboard"
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
+        self._writer = self._library.SummaryWriter(str(folder / "tensorboard"))
         if run_id is None:
-            text = "".join(f"    {line}\n" for line in json.dumps(config, indent=2).splitlines())
-            self._add([self._text("recipe", text)], 0)
-        return self._folder.name
+            lines = json.dumps(config, indent=2).splitlines()
+            self._writer.add_text("recipe", "".join(f"    {line}\n" for line in lines))
+        return "tensorboard"
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # A single event for all figures: SummaryWriter.add_scalar takes 28 us for each of them.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._add(values, step)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
-        self._add([self._text(f"samples/{samples[0]['kind']}", markdown(samples))], step)
-
-    def _text(self, tag: str, text: str) -> Any:
-        return self._library.summary.text(tag, text).value[0]
-
-    def _add(self, values: list[Any], step: int) -> None:
-        """Write an event; after a failure, such as a full disk, the next call begins a new file.
-
-        SummaryWriter would write in a thread, which prints a traceback when it fails.
-        """
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        events = [Event(wall_time=time.time(), step=step, summary=Summary(value=values))]
-        if self._file is None:
-            events.insert(0, Event(wall_time=time.time(), file_version="brain.Event:2"))
-            name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}.{os.getpid()}"
-            self._file = open(self._folder / name, "xb")  # noqa: SIM115
-        try:
-            for event in events:
-                self._library.RecordWriter(self._file).write(event.SerializeToString())
-            self._file.flush()
-        except OSError:
-            self._file = None
-            raise
+        self._writer.add_text(f"samples/{samples[0]['kind']}", markdown(samples), step)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbTracker(Tracker):
@@ -185,9 +161,7 @@ class WandbTracker(Tracker):
         self._library = importlib.import_module(library)
         self._run: Any = None
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         own: dict[str, Any] = {}
         if self._name == "wandb":
             own["dir"] = os.environ.get("WANDB_DIR") or str(folder)
@@ -251,13 +225,13 @@ class MlflowTracker(Tracker):
         self._client: Any = None
         self._id = ""
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         with self._library.start_run(run_id=run_id, run_name=name) as run:
             self._id = str(run.info.run_id)
             if run_id is None:  # A parameter of a run can be set once.
-                self._library.log_params({key: str(value)[:500] for key, value in _flat(config)})
+                self._library.log_params(
+                    {key: str(value)[:500] for key, value in flat(config, ".")}
+                )
         # The library's active run belongs to this thread; other threads use a client.
         self._client = self._library.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")
@@ -280,14 +254,6 @@ class MlflowTracker(Tracker):
             self._client.set_terminated(self._id)
 
 
-def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from ((f"{key}.{inner}", last) for inner, last in _flat(value))
-        else:
-            yield key, value
-
-
 class PrometheusTracker(Tracker):
     """Gauges of the newest figures, served on a port of all network interfaces.
 
@@ -302,41 +268,21 @@ class PrometheusTracker(Tracker):
 
         self._library = prometheus_client
         self._port = port
-        self._figures: dict[str, float] = {}
+        self._gauges: dict[str, Any] = {}
         self._server: Any = None
 
-    def start(
-        self, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
-    ) -> str | None:
+    def start(self, name: str, folder: Path, config: Config, run_id: RunId = None) -> RunId:
         registry = self._library.CollectorRegistry()
-        registry.register(self)
+        for part, (gauge, text, labels) in GAUGES.items():
+            self._gauges[part] = self._library.Gauge(gauge, text, labels, registry=registry)
         self._server, _ = self._library.start_http_server(self._port, registry=registry)
         return None
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        self._figures = {**self._figures, **figures, "step": step}
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the newest figures as gauges; prometheus_client calls this for every scrape."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        families = {
-            "stages": ("memsaver_run_stage_seconds", "Seconds of a stage", ["stage"]),
-            "memory": ("memsaver_run_tag_bytes", "Bytes of a tag by phase", ["phase", "tag"]),
-            "": ("memsaver_run_figure", "Figure of the newest step or evaluation", ["name"]),
-        }
-        gauges = {
-            part: GaugeMetricFamily(name, text, labels=labels)
-            for part, (name, text, labels) in families.items()
-        }
-        for name, value in self._figures.items():
+        for name, value in {**figures, "step": step}.items():
             part, _, rest = name.partition("/")
-            if part in families:
-                labels = rest.split("/", len(families[part][2]) - 1)
-                gauges[part].add_metric(labels, value)
-            else:
-                gauges[""].add_metric([name], value)
-        yield from gauges.values()
+            labels = rest.split("/", len(GAUGES[part][2]) - 1) if part in GAUGES else [name]
+            self._gauges.get(part, self._gauges[""]).labels(*labels).set(value)
 
     def close(self) -> None:
         if self._server is not None:

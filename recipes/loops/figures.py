@@ -1,5 +1,6 @@
 """Figures of a step, for metrics.jsonl."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,14 @@ from recipes.tasks import Task
 
 
 def answer_figures(
-    samples: Samples, scores: Sequence[Scored], seconds: dict[str, float], tasks: Sequence[Task]
+    samples: Samples, scores: Sequence[Scored], seconds: float, tasks: Sequence[Task]
 ) -> dict[str, Any]:
     """Return the figures of all answers of a step, for metrics.jsonl.
 
     Args:
         samples: The answers.
         scores: Record of each answer; at least one has a reward.
-        seconds: Seconds of the step by stage.
+        seconds: Seconds in which they were sampled.
         tasks: Sets to train on; if there are several, the row has figures of each.
 
     Returns:
@@ -34,12 +35,23 @@ def answer_figures(
         "response_length_max": max(lengths),
         "cut_off": samples.ended.count(False) / len(lengths),
         "tokens": sum(lengths),
-        "tokens_per_second": sum(lengths) / max(seconds["generate_sequences"], 1e-9),
+        "tokens_per_second": sum(lengths) / max(seconds, 1e-9),
     }
     if functions := by_function(scores):
         row["rewards"] = functions
     if len(tasks) > 1:
         row["sets"] = _by_set(samples, scores, tasks)
+    return row
+
+
+def renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which correct answers are called so, in the figures of each set, too.
+
+    Rows of before, and evaluations of other code, may call them exact.
+    """
+    row = {re.sub("^exact(_match)?(?=_|$)", "correct", name): row[name] for name in row}
+    if isinstance(row.get("sets"), dict):
+        row["sets"] = {name: renamed(figures) for name, figures in row["sets"].items()}
     return row
 
 

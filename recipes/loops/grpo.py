@@ -50,7 +50,7 @@ class GrpoLoop(Loop):
             row |= self.learn(step, taken, scoring)
         else:  # no group with signal
             self.to_train()
-        samples, scores, seconds = sampled.samples, sampled.scoring(), self.monitor.seconds
+        samples, scores, seconds = sampled.samples, sampled.scoring(), self.sampling_seconds
         if recipe.grpo.baseline != "batch":  # which does not compare within groups
             row["groups_without_signal"] = learnable(samples, scores, recipe).count(False)
         return row | answer_figures(samples, scores, seconds, self.setup.tasks.trained)

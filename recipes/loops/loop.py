@@ -2,7 +2,8 @@
 
 Prompts are a function of the seed and of the number of prompts drawn before, which checkpoints
 record. Sampling seeds are functions of (recipe.seed, step). So a resumed run takes the same prompts
-and seeds as an uninterrupted one.
+and seeds as an uninterrupted one. A loop decides by its own state: it reports to a sink, and reads
+nothing back.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import abc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
 from typing import Any, Self
 
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError
-from recipes.logs.monitor import Monitor
 from recipes.loops.evaluation import Standing, evaluate, failures, standing
+from recipes.loops.figures import renamed
 from recipes.loops.sampling import Samples, generate_sequences, rewarded, with_length_penalty
+from recipes.loops.sink import Sink
 from recipes.rewards import Rewards, Scored
 from recipes.setup.preparation import Setup
 from rollout import Rollout
@@ -37,9 +39,15 @@ SILENT = 10
 """Steps in a row without signal after which a line says what to look at."""
 
 
+def _save_nothing(*numbers: int) -> None:
+    """Stand for a checkpoint or an export that nobody keeps."""
+
+
 @dataclass(kw_only=True)
 class Loop(abc.ABC):
     """The loop of a run. A subclass defines the step of its algorithm.
+
+    A resumed run gives `drawn`, `updates` and `evaluations` of the sessions before.
 
     Attributes:
         setup: The prepared recipe.
@@ -47,11 +55,15 @@ class Loop(abc.ABC):
         rollout: The engine, or a handle of its actors.
         cycle: The hand-over between the two.
         rewards: Scores answers.
-        monitor: Times the stages and records rows.
+        sink: Receives stages, figures and answers.
         save: Saves the checkpoint of a step, with the number of prompts drawn until then; never
             called with `checkpoint.every` 0.
+        mark_best: Makes the checkpoint of a step the best one; it may not exist.
         export: Exports the model of a step.
         drawn: Number of prompts that the finished steps have drawn.
+        updates: Number of finished steps; a resumed run has a checkpoint of that step.
+        evaluations: Rows of the evaluations so far.
+        sampling_seconds: Seconds of this step's generations.
     """
 
     setup: Setup
@@ -59,11 +71,18 @@ class Loop(abc.ABC):
     rollout: Rollout
     cycle: Cycle
     rewards: Rewards
-    monitor: Monitor
-    save: Callable[[int, int], None]
-    export: Callable[[int], None]
+    sink: Sink = field(default_factory=Sink)
+    save: Callable[[int, int], None] = _save_nothing
+    mark_best: Callable[[int], None] = _save_nothing
+    export: Callable[[int], None] = _save_nothing
     drawn: int = 0
+    updates: int = 0
+    evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    sampling_seconds: float = 0.0
     _silent: int = 0  # steps in a row whose groups have no signal
+
+    def __post_init__(self) -> None:
+        self._saved = self.updates  # step of the newest checkpoint
 
     @staticmethod
     @abc.abstractmethod
@@ -74,36 +93,34 @@ class Loop(abc.ABC):
     def train_step(self, step: int) -> dict[str, Any]:
         """Run one step, from the cycle's state "rollout" to "train", and return its figures."""
 
-    def run(self, first_step: int) -> None:
-        """Run all steps from `first_step` on (a new run begins with 1).
+    def run(self) -> None:
+        """Run all steps that follow the finished ones.
 
         The last evaluation and the export of the model follow. The run ends early after
         `eval.patience` evaluations without improvement.
         """
         steps, every = self.setup.recipe.steps, self.setup.recipe.checkpoint.every
-        updates = steps
         self._keep_best()  # A resumed run may have ended between an evaluation and this call.
-        with Stopping(self.monitor.view.note if every else None) as stopping:
-            for step in range(first_step, steps + 1):
-                with self.monitor.step(step):
+        with Stopping(self.sink.note if every else None) as stopping:
+            for step in range(self.updates + 1, steps + 1):
+                with self.sink.part(f"step {step}"):
                     self._run_step(step)
                     due = every and (step % every == 0 or step == steps)
                     if not self.ended_early and (due or stopping.asked):
                         self._save_checkpoint(step)
                     stopping.leave()
                     if self.ended_early:
-                        updates = step - 1
                         break
                     if self._exports_between(step):
                         self._export(step)
-        if self.setup.recipe.eval.every and updates == steps and not self._is_evaluated(steps):
-            self.monitor.folder.place = "in the last evaluation"
-            self._wake_rollout(steps + 1)
-            self._evaluate(steps)
-            self.to_train()
+        if self.setup.recipe.eval.every and self.updates == steps and not self._is_evaluated:
+            with self.sink.part("the last evaluation"):
+                self._wake_rollout(steps + 1)
+                self._evaluate()
+                self.to_train()
         if self.setup.recipe.checkpoint.export_every is not None:
-            self.monitor.folder.place = "in the last export"
-            self._export(updates)
+            with self.sink.part("the last export"):
+                self._export(self.updates)
 
     def _exports_between(self, step: int) -> bool:
         every = self.setup.recipe.checkpoint.export_every or 0
@@ -115,7 +132,7 @@ class Loop(abc.ABC):
 
     def _run_step(self, step: int) -> None:
         """Run a step; if the evaluation before it ends the run, only return to state "train"."""
-        started, monitor = time.monotonic(), self.monitor
+        started = time.monotonic()
         self.to_rollout(step)
         if self.ended_early:
             self.to_train()
@@ -123,24 +140,16 @@ class Loop(abc.ABC):
         row = {"kind": "train", "step": step, **self.whole_step(step)}
         groups = row.get("groups_sampled", self.setup.recipe.prompts_per_step)
         self.drawn += groups
-        row["prompts_drawn"] = self.drawn
-        row |= {"step_seconds": time.monotonic() - started, "stages": dict(monitor.seconds)}
-        row |= {"hidden_seconds": monitor.hidden_seconds}
-        row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
-        monitor.row(row)
-        self._tell_silence(step, row.get("groups_without_signal") == groups)
-
-    def _tell_silence(self, step: int, silent: bool) -> None:
-        """Say after every ten steps in a row without signal what to look at."""
-        self._silent = self._silent + 1 if silent else 0
+        row |= {"prompts_drawn": self.drawn, "step_seconds": time.monotonic() - started}
+        self.sink.row(row)
+        self.updates = step
+        self._silent = self._silent + 1 if row.get("groups_without_signal") == groups else 0
         if self._silent and self._silent % SILENT == 0:
-            rule = f"for {self._silent} steps, all answers to a prompt have had the same reward"
-            remedy = f"look at memsaver samples {self.monitor.folder.path}, the reward functions"
-            keys = "task.extract, sampling.max_tokens and sampling.temperature"
-            self.monitor.view.note(f"step {step}: {rule}; {remedy}, {keys}")
+            self.sink.silent(step, self._silent)
 
     def whole_step(self, step: int) -> dict[str, Any]:
         """Run `train_step` and refresh the reference if it is due; return the step's figures."""
+        self.sampling_seconds = 0.0
         figures = self.train_step(step)
         if every := self.setup.recipe.reference_every:
             figures["reference_step"] = (step - 1) // every * every
@@ -151,11 +160,11 @@ class Loop(abc.ABC):
 
     @contextmanager
     def _reference_held(self) -> Iterator[None]:
-        with self.monitor.phase("reload_reference"), self.cycle.with_reference():
+        with self.sink.phase("reload_reference"), self.cycle.with_reference():
             yield
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        return self.monitor.stage(name)
+        return self.sink.stage(name)
 
     @property
     def temperature(self) -> float:
@@ -165,13 +174,13 @@ class Loop(abc.ABC):
         """Wake the rollout and run the evaluation that is due before the step."""
         self._wake_rollout(step)
         every = self.setup.recipe.eval.every
-        if every and (step - 1) % every == 0 and not self._is_evaluated(step - 1):
-            self._evaluate(step - 1)
+        if every and (step - 1) % every == 0 and not self._is_evaluated:
+            self._evaluate()
 
-    def _is_evaluated(self, updates: int) -> bool:
-        """Return whether the newest row evaluates these weights, as it may in a resumed run."""
-        newest = self.monitor.folder.run.newest_evaluation
-        return newest is not None and newest["step"] == updates
+    @property
+    def _is_evaluated(self) -> bool:
+        """Return whether the present weights are evaluated, as they may be in a resumed run."""
+        return bool(self.evaluations) and self.evaluations[-1]["step"] == self.updates
 
     def sample(
         self, step: int, places: range | None = None, last: bool = True
@@ -190,22 +199,24 @@ class Loop(abc.ABC):
         places = places or range(self.setup.recipe.prompts_per_step)
         # The parameters take memory of the KV pool, which a further generation would lack.
         if last:
-            with self.monitor.phase("prefetch"):
+            with self.sink.phase("prefetch"):
                 self.cycle.prefetch()
+        started = time.monotonic()
         with self.stage("generate_sequences"):
             samples = generate_sequences(self.rollout, self.setup, step, self.drawn, places)
+        self.sampling_seconds += time.monotonic() - started
         waiting = self.rewards.submit(samples.answers(), required=places.start == 0)
 
         @cache
         def scoring() -> list[Scored]:
             scores = with_length_penalty(samples, waiting(), self.setup.recipe.sampling)
-            self.monitor.answered(samples, scores)
+            self.sink.answered(samples, scores)
             return scores
 
         return samples, scoring
 
     def to_score(self, model: str = PARAMS) -> None:
-        with self.monitor.phase("to_score"):
+        with self.sink.phase("to_score"):
             self.cycle.to_score(model)
 
     def score_by_reference(self, samples: Samples) -> Tokens | None:
@@ -251,23 +262,22 @@ class Loop(abc.ABC):
         return {f"{name}_unreplayed": value for name, value in figures.items()}
 
     def to_train(self) -> None:
-        with self.monitor.phase("to_train"):
+        with self.sink.phase("to_train"):
             self.cycle.to_train()
-        self.monitor.read_memory("train")
+        self.sink.read_memory("train")
         self._keep_best()
 
     def _keep_best(self) -> None:
         """Keep a checkpoint of the weights just evaluated if they are the best, or the last."""
-        folder, section, best = self.monitor.folder, self.setup.recipe.checkpoint, self.standing
-        if not (evaluation := folder.run.newest_evaluation):
+        if not self._is_evaluated:
             return
-        updates = evaluation["step"]
-        wanted = (best and best.step == updates) or self.ended_early
+        best, every = self.standing, self.setup.recipe.checkpoint.every
+        wanted = (best and best.step == self.updates) or self.ended_early
         # The step may have saved its checkpoint already. The initial weights (0 updates) need none.
-        if wanted and section.every and updates > folder.done:
-            self._save_checkpoint(updates)
+        if wanted and every and self.updates > self._saved:
+            self._save_checkpoint(self.updates)
         if best:
-            folder.mark_best(best.step, section.keep)
+            self.mark_best(best.step)
 
     def _save_checkpoint(self, step: int) -> None:
         every = self.setup.recipe.reference_every
@@ -275,36 +285,35 @@ class Loop(abc.ABC):
         held = self._reference_held() if refreshed else nullcontext()
         with held, self.stage("save_checkpoint"):
             self.save(step, self.drawn)
+        self._saved = step
 
     @property
     def standing(self) -> Standing | None:
         """Return the best of the evaluations by `eval.best`."""
-        return standing(self.monitor.folder.run.evaluations, self.setup.recipe.eval.best)
+        return standing(self.evaluations, self.setup.recipe.eval.best)
 
     @property
     def ended_early(self) -> bool:
         """Return whether `eval.patience` evaluations have passed without improvement."""
-        if not (patience := self.setup.recipe.eval.patience):
-            return False  # Without reading the rows of all steps.
-        best = self.standing
-        return best is not None and best.since >= patience
+        patience, best = self.setup.recipe.eval.patience, self.standing
+        return patience > 0 and best is not None and best.since >= patience
 
     def _wake_rollout(self, version: int) -> None:
-        with self.monitor.phase("to_rollout"):
+        with self.sink.phase("to_rollout"):
             corrected = self.setup.recipe.correction_mode != "none"
-            self.monitor.synced(self.cycle.to_rollout(version), corrected)
-        self.monitor.read_memory("rollout")
+            self.sink.synced(self.cycle.to_rollout(version), corrected)
+        self.sink.read_memory("rollout")
 
-    def _evaluate(self, updates: int) -> None:
+    def _evaluate(self) -> None:
         with self.stage("evaluate"):
             evaluation = evaluate(self.rollout, self.setup, self.rewards)
-        self.monitor.answered(evaluation.samples, evaluation.scores)
-        self.monitor.row({"kind": "eval", "step": updates, **evaluation.row})
-        if self.setup.recipe.eval.best and (lost := failures(evaluation.row)):
+        row = renamed({"kind": "eval", "step": self.updates, **evaluation.row})
+        self.evaluations.append(row)
+        self.sink.answered(evaluation.samples, evaluation.scores)
+        self.sink.row(row)
+        if self.setup.recipe.eval.best and (lost := failures(row)):
             rule = f"{lost} answers lost their rewards to failures of reward functions"
-            self.monitor.view.note(
-                f"evaluation after {updates} updates: {rule}: cannot be the best"
-            )
+            self.sink.note(f"evaluation after {self.updates} updates: {rule}: cannot be the best")
 
 
 def schedule_of(recipe: Recipe, steps: int, updates: int) -> Schedule:

@@ -91,7 +91,8 @@ class PpoLoop(Loop):
         if step > ppo.critic_warmup_steps:
             with self.stage("update_actor"):
                 row |= update(trainer.update_actor, batch, parts)
-        return row | answer_figures(samples, scores, self.monitor.seconds, self.setup.tasks.trained)
+        trained = self.setup.tasks.trained
+        return row | answer_figures(samples, scores, self.sampling_seconds, trained)
 
 
 def with_advantages(

@@ -67,7 +67,7 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
         require_reward(scores)
     if not any(signal):
         drawn = f"{len(signal)} groups of {len(parts)} generations"
-        loop.monitor.view.note(f"step {step}: no update: none of {drawn} has signal")
+        loop.sink.note(f"step {step}: no update: none of {drawn} has signal")
     taken = [index for index in range(len(scores)) if signal[index // recipe.samples_per_prompt]]
     figures = {"groups_sampled": len(signal), "sampling_rounds": len(parts)}
     return Sampled(Samples.joined(parts), lambda: scores, taken, figures)

@@ -23,7 +23,7 @@ from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.config.rules import checked
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
-from recipes.logs.run_folder import RunFolder, check_holds_run
+from recipes.logs.run_folder import OUTSIDE, check_holds_run, read_json
 from recipes.planner.memory_plan import MemoryPlan, placed
 from recipes.planner.plan_apart import plan_with_remedies, planned_device
 from recipes.planner.sizes import GIB
@@ -45,7 +45,7 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
     if into is not None:
         check_holds_run("--into", into)
     recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
-    outside = None if into is None else RunFolder(into).outside()
+    outside = None if into is None else read_json(into / OUTSIDE).get("bytes")
     how = {"staged": not options.unstaged, "prompt": prompt, "outside": outside}
     plan = plan_of(recipe, name, gpu=options.gpu, **how)
     print_plan(plan)

@@ -30,9 +30,9 @@ from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LoopSection
-from recipes.logs.monitor import Monitor, View
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.peaks import Peaks
 from recipes.loops.loop import Loop
+from recipes.loops.sink import Sink
 from recipes.planner.allocator import CachingAllocator
 from recipes.planner.planned_device import (
     ATTENTION,
@@ -56,7 +56,7 @@ from trainer_bridge.tag_names import REFERENCE
 from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
-"""Peaks by stage, as in `recipes.logs.monitor.Peaks`."""
+"""Peaks by stage, as in `recipes.logs.peaks.Peaks`."""
 _Result = TypeVar("_Result")
 _BUILD = "build"  # key of the trainer's construction
 _SPARE = 1 << 30  # bytes that an overlapped reload leaves free (`Offloader`)
@@ -209,6 +209,22 @@ class PlannedTrainer(Trainer):
         self._adapters.factors()
 
 
+class PeaksSink(Sink):
+    """Sink of a dry run, which keeps the peaks of stages."""
+
+    def __init__(self) -> None:
+        self.peaks = Peaks()
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        yield
+        self.passed(name)
+
+    def passed(self, name: str, *times: float) -> None:
+        """Read the memory at the end of a stage; `Cycle` calls this as its `on_stage`."""
+        self.peaks.passed(name)
+
+
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """Bytes of a step that is not the first.
@@ -246,22 +262,20 @@ def dry_run(
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
     rollout.answered, rollout.peer, trainer.room = trainer.end_overlap, saver, room
     trainer.begin(rollout, decisions)
-    monitor = Monitor(RunFolder(setup.model_dir), View())
-    monitor.peaks.watch("trainer", saver.take_usage)
-    monitor.peaks.watch("rollout", rollout.take_usage)
+    sink = PeaksSink()
+    sink.peaks.watch("trainer", saver.take_usage)
+    sink.peaks.watch("rollout", rollout.take_usage)
     served = cast(Rollout, rollout)  # It lacks the methods of a sync, which are never called.
-    cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(setup))
+    cycle = Cycle(trainer, served, on_stage=sink.passed, **cycle_arguments(setup))
     loop = LOOPS[recipe.algorithm](
         setup=setup,
         trainer=trainer,
         rollout=served,
         cycle=cycle,
         rewards=open_rewards(setup.tasks, recipe.task, workers=0),
-        monitor=monitor,
-        save=_save_nothing,
-        export=_save_nothing,
+        sink=sink,
     )
-    stages = _of_a_later_step(loop, saver.planned)
+    stages = _of_a_later_step(loop, sink.peaks, saver.planned)
     sizes = saver.sizes()
     all_sizes = Counter(sizes | engine.tags)  # 0 for the tag of an optimizer on the host
     pairs = [
@@ -271,13 +285,9 @@ def dry_run(
     return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
 
 
-def _save_nothing(*numbers: int) -> None:
-    """Replace the checkpoint or the export of a step."""
-
-
-def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
+def _of_a_later_step(loop: Loop, peaks: Peaks, device: PlannedDevice) -> Stages:
     """Return the peaks of a step that begins with the previous step's blocks in torch's cache."""
-    peaks, begun = loop.monitor.peaks, device.emptied
+    begun = device.emptied
     peaks.passed("build")
     peaks.take()
     loop.to_rollout(1)

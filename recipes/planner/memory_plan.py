@@ -19,7 +19,7 @@ from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.rules import broken_rules, checked
 from recipes.errors import RecipeError, shown
-from recipes.logs.run_folder import ROLLOUT_GPU
+from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
 from recipes.planner.planned_device import PAGE
 from recipes.planner.planned_sides import NO_ENGINE, EngineSizes

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.checkpoints import Checkpoints
 from recipes.loops.evaluation import standing
 from recipes.run import continue_run, start_run
 from tests.helpers.recipes.fake_sides import fake_runs
@@ -48,7 +48,7 @@ def test_continued_run_keeps_rows_samples_and_best_checkpoint(
         evaluated = [row["step"] for row in rows(path, "eval")]
         assert len(evaluated) == len({*evaluated})
         best = standing(rows(path, "eval"), "correct")
-        kept = RunFolder(path).best_checkpoint()
+        kept = Checkpoints(path).best()
         assert best and (kept is None if best.step == 0 else kept and kept.is_dir())
         assert kept is None or kept.name == f"step_{best.step}"
 

@@ -175,7 +175,7 @@ def test_folder_that_datasets_wrote_is_read(saved: str, tmp_path: Path) -> None:
     rows = [{"prompt": p, "answer": "x", "tests": ["a", 1]} for p in "abc"]
     try:
         data = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    except TypeError:  # datasets before 4.6 has no columns of JSON
+    except TypeError:  # older datasets have no columns of JSON
         rows = [row | {"tests": ["a", "1"]} for row in rows]
         data = datasets.Dataset.from_list(rows)
     splits, folder = {"train": data, "test": data.select([0])}, tmp_path / saved

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.checkpoints import Checkpoints
 from tests.helpers.case_selection import rounds
 from tests.helpers.recipes.fake_sides import fake_runs
 from tests.helpers.recipes.tiny_runs import rows, same_rows
@@ -122,7 +122,7 @@ def disturbed(folder: Path, patience: str, kind: str, moments: list[int]) -> Non
     statuses = {"kill": {-signal.SIGKILL}, "interrupt": {130}, "full disk": {1, 2}}
     for moment in [*moments, 0]:
         words = ["run", "--resume", str(folder)]
-        if not (saved := RunFolder(folder).has_checkpoint()):
+        if not (saved := Checkpoints(folder).exist):
             shutil.rmtree(folder, ignore_errors=True)
             words = ["run", "tiny", *WORDS, patience, *MORE[patience], "--run-dir", str(folder)]
         status, lines = session(words, folder, kind if moment else "", moment)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.cli import main
 from recipes.errors import RunError
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.checkpoints import Checkpoints
 from recipes.run import continue_run, start_run
 from rollout import Engine, SamplingParams
 from tests.helpers.exports import contents
@@ -45,7 +45,7 @@ def test_run_exports_at_intervals_and_after_the_last_step(
         size = sum(map(len, contents(out).values())) / 2**10
         line = f"{out}: step {number}, {size:.1f} KiB; load it with "
         assert capsys.readouterr().out == f"{line}AutoModelForCausalLM.from_pretrained('{out}')\n"
-    RunFolder(run).mark_best(2, keep=9)
+    Checkpoints(run).mark_best(2, keep=9)
     assert main(["export", str(run), "--to", str(tmp_path / "best"), "--best"]) == 0
     assert contents(tmp_path / "best") == contents(tmp_path / "out2")
     (run / "checkpoints" / "best").unlink()  # other tests share the run

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.cli import main
-from recipes.logs.monitor import Monitor, View
+from recipes.logs.metric_rows import whole_rows
+from recipes.logs.monitor import Monitor
 from recipes.logs.recorded_samples import FAULTY, read_samples, records_of
-from recipes.logs.run_folder import RunFolder, whole_rows
+from recipes.logs.run_folder import RunFolder
+from recipes.logs.view import View
 from recipes.rewards import Scored
 from recipes.tasks import Problem
 from tests.helpers.recipes.run_folders import eval_row, train_row
@@ -128,9 +130,9 @@ def test_resume_leaves_samples_of_exactly_the_rows_that_stay(folder: RunFolder) 
     assert set(keys(whole_rows(file)).values()) == {6}
     with file.open("a") as stream:
         stream.write('{"kind": "train", "step": 4')  # killed while writing the samples of step 4
-    folder.save_checkpoint(2, 1, Path.mkdir)
+    folder.checkpoints.save(2, 1, Path.mkdir)
     again = RunFolder.reopen(folder.path, recipes.load("tiny"))
-    assert set(keys(again.run.rows)) == set(keys(whole_rows(file)))
+    assert set(keys(again.rows())) == set(keys(whole_rows(file)))
     kept = [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]  # of the checkpoint's weights
     assert keys(read_samples(folder.path)) == dict.fromkeys(kept, 6)
 

@@ -14,10 +14,13 @@ import recipes
 from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.logs.environment import add_nodes
+from recipes.logs.metric_rows import whole_rows
 from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
 from recipes.logs.report_page import key_figures, measured_peaks, planned_and_measured, write_report
-from recipes.logs.run_folder import Run, RunFolder, Span, whole_rows
-from tests.helpers.recipes.run_folders import MIB, add_step, eval_row, make_run, train_row
+from recipes.logs.run_folder import RunFolder
+from recipes.logs.stage_trace import Span, StageTrace
+from tests.helpers.recipes.run_folders import MIB, add_step, eval_row, make_run, traced, train_row
 from tests.helpers.recipes.tiny_runs import PNG, Row
 
 PEAKS = {
@@ -97,25 +100,24 @@ def test_page_has_pictures_and_tables_and_no_external_links(
 
 
 def test_key_figures_follow_from_the_rows(run: Path) -> None:
-    record = Run(rows=whole_rows(run / "metrics.jsonl"))
-    figures = key_figures(record)
+    figures = key_figures(whole_rows(run / "metrics.jsonl"))
     assert figures["reward, first and last step"] == "0.100 → 0.600"
     assert figures["held-out, correct"] == "12 % → 75 %"
     assert figures["switch, median"] == "0.140 s, 14.0% of the step"
     assert figures["overlapped moves, median"] == "0.250 s"
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
-    assert key_figures(Run()) == {}
+    assert key_figures([]) == {}
 
 
 def test_page_shows_the_nodes_of_a_run_and_the_bytes_between_them(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
-    folder.add_nodes({"10.0.0.1": "trainer[0]", "10.0.0.2": "rollout[1], rollout[2]"})
-    add_step(folder, 1, sync={"node_bytes": 3 << 20})
+    add_nodes(folder.path, {"10.0.0.1": "trainer[0]", "10.0.0.2": "rollout[1], rollout[2]"})
+    add_step(folder, StageTrace(), 1, sync={"node_bytes": 3 << 20})
     assert main(["report", str(tmp_path / "run")]) == 0
     page = Page(tmp_path / "run/report.html")
     assert ["10.0.0.2", "rollout[1], rollout[2]"] in page.rows["Where it ran"]
-    assert key_figures(folder.run)["between machines in a sync"] == "3.0 MiB"
+    assert key_figures(folder.rows())["between machines in a sync"] == "3.0 MiB"
 
 
 def test_page_shows_answers_of_the_newest_step_and_evaluation_as_text(tmp_path: Path) -> None:
@@ -274,12 +276,12 @@ def event(time: float, tag: str, mib: int, backup: int = 0) -> Event:
     return Event(time=time, seconds=0.0, op="resume", tag=tag, **sizes)
 
 
-DRAWN = Run(
-    rows=[
-        eval_row(0, 0.25),
-        *(train_row(step, kl_to_reference=0.01) for step in (1, 2, 3)),
-        eval_row(3, 0.5, correct_hard=0.125),
-    ],
+ROWS = [
+    eval_row(0, 0.25),
+    *(train_row(step, kl_to_reference=0.01) for step in (1, 2, 3)),
+    eval_row(3, 0.5, correct_hard=0.125),
+]
+DRAWN = traced(
     spans=[
         Span("wake_kv_cache", 10.0, 10.1),
         Span("generate_sequences", 10.1, 11.0),
@@ -299,7 +301,7 @@ def texts(figure: Figure) -> list[list[str]]:
 
 
 def test_reward_picture_has_a_curve_for_each_evaluation_and_mismatch() -> None:
-    figure = draw_reward(DRAWN)
+    figure = draw_reward(ROWS)
     above, below = figure.axes
     held_out = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
     assert held_out["correct, held-out problems"] == [[0, 0.25], [3, 0.5]]
@@ -326,10 +328,10 @@ def test_memory_picture_shows_first_device_with_bytes_held_before_the_step() -> 
 
 def test_memory_picture_takes_the_last_step_without_evaluation_or_checkpoint() -> None:
     steps = [Span("step 1", 0.0, 2.0), Span("step 2", 2.0, 4.0)]
-    assert Run(spans=steps).one_step() == steps[1]
-    assert Run(spans=[*steps, Span("save_checkpoint", 3.0, 4.0)]).one_step() == steps[0]
-    assert Run(spans=[steps[0], Span("evaluate", 0.5, 1.0)]).one_step() == steps[0]
-    assert Run(spans=[Span("build", 0.0, 1.0)]).one_step() is None
+    assert traced(steps).one_step() == steps[1]
+    assert traced([*steps, Span("save_checkpoint", 3.0, 4.0)]).one_step() == steps[0]
+    assert traced([steps[0], Span("evaluate", 0.5, 1.0)]).one_step() == steps[0]
+    assert traced([Span("build", 0.0, 1.0)]).one_step() is None
 
 
 def test_areas_differ_by_hatch_as_well_as_by_color() -> None:
@@ -344,11 +346,11 @@ def test_run_without_steps_has_no_pictures_and_run_with_zero_mismatch_has(
     tmp_path: Path,
 ) -> None:
     """Include a mismatch of 0, which a logarithmic axis cannot show."""
-    write_pictures(Run(spans=[Span("build", 0.0, 1.0)]), tmp_path)
+    write_pictures([], traced([Span("build", 0.0, 1.0)]), tmp_path)
     assert list(tmp_path.iterdir()) == []
     spans = [Span("something_new", 0.5, 1.5), Span("step 1", 0.0, 2.0)]
     rows = [train_row(1, mismatch_mean=0.0, mismatch_max=0.0)]
     events = {"rollout": [event(1.0, "new_tag", 1)]}
-    write_pictures(Run(rows=rows, spans=spans, events=events), tmp_path)
+    write_pictures(rows, traced(spans, events), tmp_path)
     for name in ("reward.png", "memory.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.cli import main
 from recipes.config.decisions import Decisions
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.checkpoints import Checkpoints
 from recipes.run import start_run
 from recipes.setup.model_decisions import unplanned
 from recipes.setup.preparation import Setup
@@ -110,5 +110,5 @@ def test_restarted_run_keeps_the_micro_batch_of_its_checkpoint(
     words = [*SMALL, "steps=4", "eval.every=0", "checkpoint.every=2", "checkpoint.max_restarts=1"]
     folder = start_run("tiny", [*words, "trainer.micro_batch_size=auto"], tmp_path / "run")
     assert (folder / "restarts.jsonl").exists() and next(sizes, None) is None
-    values = RunFolder(folder).checkpoint_values()
+    values = Checkpoints(folder).values()
     assert (values["step"], values["decisions"]["micro_batch_size"]) == (4, 8)

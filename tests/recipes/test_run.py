@@ -25,7 +25,7 @@ from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.config.load import load
 from recipes.errors import RunError
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.checkpoints import Checkpoints
 from recipes.loops.evaluation import Evaluation, evaluate
 from recipes.run import continue_run, start_run
 from tests.helpers.case_selection import rounds
@@ -255,11 +255,11 @@ def test_killed_run_resumes_with_the_same_rows(
 ) -> None:
     folder = tmp_path / "run"
     Peer(train_until_killed, folder).process.join(60)
-    assert (folder / "checkpoints" / "step_4").is_dir() and RunFolder(folder).done == 2
+    assert (folder / "checkpoints" / "step_4").is_dir() and Checkpoints(folder).done == 2
     assert [row["step"] for row in rows(folder, "train")] == [1, 2, 3, 4]
     continue_run(folder)
     assert same_rows(folder, straight)
-    assert RunFolder(folder).done == 5
+    assert Checkpoints(folder).done == 5
 
 
 def test_run_killed_in_its_last_evaluation_resumes_with_it(
@@ -458,7 +458,7 @@ def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path:
     text = f"memsaver: interrupted in step {done}; checkpoint of step {done} saved; continue with: "
     text += f"memsaver run --resume {folder}\n"
     assert errors.read_text() == text
-    assert done >= 2 and RunFolder(folder).done == done and trace(folder) and has_pictures(folder)
+    assert done >= 2 and Checkpoints(folder).done == done and trace(folder) and has_pictures(folder)
 
 
 def test_exit_status_reports_an_interrupt_inside_exec(tmp_path: Path) -> None:

@@ -17,9 +17,12 @@ import torch
 
 import recipes
 from memsaver import Event
-from recipes.logs import run_folder
-from recipes.logs.monitor import Monitor, ProgressView
-from recipes.logs.run_folder import RunFolder, Span, at_work, json_lines, new_folder, whole_rows
+from recipes.logs import environment as environments
+from recipes.logs.metric_rows import json_lines, whole_rows
+from recipes.logs.monitor import Monitor
+from recipes.logs.run_folder import RunFolder, at_work, new_folder
+from recipes.logs.stage_trace import Span, StageTrace
+from recipes.logs.view import ProgressView
 from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.run_folders import eval_row, train_row
@@ -165,7 +168,7 @@ def test_full_disk_raises_one_error_and_damages_no_file(folder: RunFolder) -> No
     rows = [train_row(step) for step in range(1, 40)]
     for row in rows:
         folder.add_row(row)
-    folder.save_checkpoint(30, 1, fill)
+    folder.checkpoints.save(30, 1, fill)
     before = contents(folder.path)
     with full_disk(len(before["recipe.yaml"]) // 2):
         with pytest.raises(
@@ -183,7 +186,7 @@ def test_full_disk_raises_one_error_and_damages_no_file(folder: RunFolder) -> No
             match="writing metrics.jsonl failed: .*too large; correct that, then continue with",
         ):
             folder.add_row(train_row(40))
-    assert RunFolder.reopen(folder.path, RECIPE).run.rows == rows[:30]
+    assert RunFolder.reopen(folder.path, RECIPE).rows() == rows[:30]
 
 
 def test_row_whose_samples_do_not_fit_the_disk_is_not_written(folder: RunFolder) -> None:
@@ -201,7 +204,7 @@ def test_row_whose_samples_do_not_fit_the_disk_is_not_written(folder: RunFolder)
 def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(
     folder: RunFolder,
 ) -> None:
-    folder.save_checkpoint(2, 2, fill)
+    folder.checkpoints.save(2, 2, fill)
 
     def fail(path: Path) -> None:
         path.with_name(path.name + ".partial").mkdir()
@@ -209,17 +212,17 @@ def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(
 
     failed = "checkpoint of step 4 failed: .*No space left.*; free disk space, then continue with"
     with pytest.raises(recipes.RunError, match=failed):
-        folder.save_checkpoint(4, 2, fail)
-    assert folder.last_checkpoint().name == "step_2"
-    assert (folder.last_checkpoint() / "state").read_text() == "x"
-    folder.last_checkpoint().with_name(
+        folder.checkpoints.save(4, 2, fail)
+    assert folder.checkpoints.newest().name == "step_2"
+    assert (folder.checkpoints.newest() / "state").read_text() == "x"
+    folder.checkpoints.newest().with_name(
         "step_14"
     ).mkdir()  # left by a run killed before writing `latest`
     for step in (5, 10, 12):  # The partial checkpoint of the failure goes.
-        folder.save_checkpoint(step, 2, fill)
-    kept = folder.last_checkpoint().parent.glob("step_*")
+        folder.checkpoints.save(step, 2, fill)
+    kept = folder.checkpoints.newest().parent.glob("step_*")
     assert {path.name for path in kept} == {"step_10", "step_12", "step_14"}
-    assert folder.done == 12
+    assert folder.checkpoints.done == 12
 
 
 @pytest.mark.parametrize(
@@ -234,52 +237,42 @@ def test_reopen_drops_rows_after_the_checkpoint(
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')  # killed while writing
     if checkpoint:
-        folder.save_checkpoint(checkpoint, 1, fill)
+        folder.checkpoints.save(checkpoint, 1, fill)
     (folder.path / "trace.json").write_text("old")
     again = RunFolder.reopen(folder.path, RECIPE)
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
-    assert again.run.rows == [json.loads(line) for line in lines] == rows[:kept]
+    assert again.rows() == [json.loads(line) for line in lines] == rows[:kept]
     assert (folder.path / f"trace-until-step-{checkpoint}-1.json").read_text() == "old"
 
 
-def test_trace_of_a_short_run_has_its_stages_and_bytes(folder: RunFolder) -> None:
-    folder.write_trace()
-    assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
-    folder.run.spans.append(Span("build", 1.0, 2.0))
+def test_trace_of_a_short_run_has_its_stages_and_bytes(tmp_path: Path) -> None:
+    trace, file = StageTrace(), tmp_path / "trace.json"
+    trace.write(file)
+    assert json.loads(file.read_text())["traceEvents"] == []
+    trace.spans.append(Span("build", 1.0, 2.0))
     sizes = {"committed_bytes": 2**19, "backup_bytes": 0}
-    event = Event(time=1.5, seconds=0.01, op="resume", tag="something_new", **sizes)
-    folder.run.events["rollout"] = [event]
-    folder.write_trace()
-    entries = json.loads((folder.path / "trace.json").read_text())["traceEvents"]
+    trace.events["rollout"].append(
+        Event(time=1.5, seconds=0.01, op="resume", tag="something_new", **sizes)
+    )
+    trace.write(file)
+    entries = json.loads(file.read_text())["traceEvents"]
     names = {entry["name"] for entry in entries if entry["ph"] == "X"}
     assert names == {"build", "resume something_new"}
     assert [entry["args"] for entry in entries if entry["ph"] == "C"] == [{"committed": 2**19}]
 
 
-def test_long_run_keeps_its_memory_and_trace_small(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare the record of many steps with that of few; the file has all rows whole."""
-    monkeypatch.setattr("recipes.logs.run_folder.KEPT_ROWS", 10)
-
-    def add(steps: range) -> int:
-        for step in steps:
-            for name in ("generate_sequences", f"step {step}"):
-                folder.run.spans.append(Span(name, step, step + 1.0))
-            sizes = {"committed_bytes": 2**19, "backup_bytes": 0}
-            event = Event(time=step + 0.5, seconds=0.01, op="resume", tag="params", **sizes)
-            folder.run.events.setdefault("rollout", []).append(event)
-            folder.add_row({**train_row(step), "peaks": {"stage": [0] * 1000}})
-        assert len(folder.run.rows) == steps.stop - 1
-        bulky = sum("peaks" in row for row in folder.run.rows)
-        return len(folder.run.spans) + len(folder.run.events["rollout"]) + bulky
-
-    few, many = add(range(1, 20)), add(range(20, 500))
-    assert many <= 2 * few and many >= 4 * 10
-    newest = folder.run.one_step()
+def test_long_run_keeps_the_newest_steps_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.logs.stage_trace.KEPT", 20)
+    trace = StageTrace()
+    for step in range(1, 500):
+        for name in ("generate_sequences", f"step {step}"):
+            trace.spans.append(Span(name, step, step + 1.0))
+        sizes = {"committed_bytes": 2**19, "backup_bytes": 0}
+        event = Event(time=step + 0.5, seconds=0.01, op="resume", tag="params", **sizes)
+        trace.events["rollout"].append(event)
+    assert len(trace.spans) == len(trace.events["rollout"]) == 20
+    newest = trace.one_step()
     assert newest is not None and newest.name == "step 499"
-    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 499 and all("peaks" in json.loads(line) for line in lines)
 
 
 def test_missing_matplotlib_is_noted_and_the_trace_is_written(
@@ -292,39 +285,37 @@ def test_missing_matplotlib_is_noted_and_the_trace_is_written(
     assert (folder.path / "trace.json").exists()
 
 
-def fake_nvidia_smi(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    printed = "".join(f"{line}\n" for line in lines)
-    monkeypatch.setattr(
-        run_folder.subprocess,
-        "run",
-        lambda command, **_: subprocess.CompletedProcess(command, 0, printed),
-    )
+def fake_nvidia_smi(monkeypatch: pytest.MonkeyPatch, **gpus: str) -> None:
+    """Let nvidia-smi list GPUs by their ids, those that `-i` selects, or fail."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ids = command[command.index("-i") + 1].split(",") if "-i" in command else [*gpus]
+        if not {*ids} <= gpus.keys():
+            raise subprocess.CalledProcessError(6, command)
+        listed = "".join(f"{gpus[name]}\n" for name in ids)
+        return subprocess.CompletedProcess(command, 0, listed)
+
+    monkeypatch.setattr(environments.subprocess, "run", run)
 
 
 @pytest.mark.parametrize(
     ("variable", "visible"),
     [
-        (None, ["A, 80 GiB", "B, 80 GiB", "C, 80 GiB"]),
+        (None, ["A, 80 GiB", "B, 80 GiB"]),
         ("", []),
         ("-1", []),
-        ("2, 0", ["C, 80 GiB", "A, 80 GiB"]),
-        ("1,7,0", ["B, 80 GiB"]),  # CUDA ignores what follows an unknown device
-        ("GPU-b2-00", ["B, 80 GiB"]),
-        ("GPU-c3,0", ["C, 80 GiB", "A, 80 GiB"]),
-        ("GPU-", []),  # the beginning of several
-        ("MIG-5e6f,1", ["MIG-5e6f", "B, 80 GiB"]),
+        ("1, 0", ["B, 80 GiB", "A, 80 GiB"]),
+        ("MIG-5e6f", ["MIG-5e6f"]),
     ],
 )
 def test_environment_lists_only_visible_gpus(
     variable: str | None, visible: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_nvidia_smi(
-        monkeypatch, "GPU-a1-00, A, 80 GiB", "GPU-b2-00, B, 80 GiB", "GPU-c3-00, C, 80 GiB"
-    )
+    fake_nvidia_smi(monkeypatch, **{"0": "A, 80 GiB", "1": "B, 80 GiB"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert run_folder.describe_environment()["gpus"] == visible
+    assert environments.describe_environment()["gpus"] == visible
 
 
 def test_environment_is_recorded_and_kept_over_a_resume(
@@ -333,7 +324,7 @@ def test_environment_is_recorded_and_kept_over_a_resume(
     environment = json.loads((folder.path / "environment.json").read_text())
     public = torch.__version__.partition("+")[0]  # A wheel may omit the local version.
     assert environment["cpus"] >= 1 and environment["packages"]["torch"].partition("+")[0] == public
-    fake_nvidia_smi(monkeypatch, "GPU-1c0ffee, NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05")
+    fake_nvidia_smi(monkeypatch, **{"0": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     RunFolder.reopen(folder.path, RECIPE)
     assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [

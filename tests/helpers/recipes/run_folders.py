@@ -5,7 +5,8 @@ import json
 import recipes
 from memsaver import Event
 from recipes.logs.pictures import write_pictures
-from recipes.logs.run_folder import RunFolder, Span
+from recipes.logs.run_folder import RunFolder
+from recipes.logs.stage_trace import Span, StageTrace
 
 MIB = 2**20
 SESSION = 1000.0  # steady_time() at the start of the session
@@ -49,11 +50,20 @@ def eval_row(step, correct, **more):
     return {"kind": "eval", "step": step, "correct": correct, "problems": 16, **more}
 
 
-def add_step(folder, step, **more):
+def traced(spans, events=None):
+    """Return a trace of spans, and of events by owner."""
+    trace = StageTrace()
+    trace.spans.extend(spans)
+    for owner, own in (events or {}).items():
+        trace.events[owner].extend(own)
+    return trace
+
+
+def add_step(folder, trace, step, **more):
     """Add the spans, events and row of a step that takes exactly one second."""
     start = time = SESSION + step
     for name, seconds in STAGES.items():
-        folder.run.spans.append(Span(name, time, time + seconds))
+        trace.spans.append(Span(name, time, time + seconds))
         time += seconds
         if name in HELD:
             owner, tag, device, host = HELD[name]
@@ -65,8 +75,8 @@ def add_step(folder, step, **more):
                 committed_bytes=device * MIB,
                 backup_bytes=host * MIB,
             )
-            folder.run.events.setdefault(owner, []).append(event)
-    folder.run.spans.append(Span(f"step {step}", start, start + 1.0))
+            trace.events[owner].append(event)
+    trace.spans.append(Span(f"step {step}", start, start + 1.0))
     folder.add_row(train_row(step, **more))
 
 
@@ -77,14 +87,14 @@ def make_run(path, steps=6, done=None, plan=None, **more):
     is the content of plan.json, and `more` are further figures of every step.
     """
     folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
-    folder.run.spans.append(Span("build", SESSION, SESSION + 1))
+    trace = traced([Span("build", SESSION, SESSION + 1)])
     folder.add_row(eval_row(0, 0.125))
     for step in range(1, (steps if done is None else done) + 1):
-        add_step(folder, step, **more)
+        add_step(folder, trace, step, **more)
     if done is None:
         folder.add_row(eval_row(steps, 0.75))
-        folder.write_trace()
-        write_pictures(folder.run, path)
+        trace.write(path / "trace.json")
+        write_pictures(folder.rows(), trace, path)
     if plan:
         (path / "plan.json").write_text(json.dumps(plan))
     return path

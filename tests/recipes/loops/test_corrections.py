@@ -13,8 +13,9 @@ import pytest
 import recipes.loops.loop
 from recipes.config.load import load
 from recipes.errors import RecipeError
-from recipes.logs.monitor import Monitor, View
+from recipes.logs.monitor import Monitor
 from recipes.logs.run_folder import RunFolder
+from recipes.logs.view import View
 from recipes.loops.corrections import summary
 from recipes.loops.sampling import Samples
 from recipes.run import start_run

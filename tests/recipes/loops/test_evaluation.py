@@ -22,7 +22,8 @@ import recipes
 from memsaver.ops.hash import hash_text
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.logs.run_folder import RunFolder, at_work
+from recipes.logs.checkpoints import Checkpoints
+from recipes.logs.run_folder import at_work
 from recipes.loops.evaluation import (
     Evaluation,
     check_best,
@@ -304,9 +305,9 @@ def test_best_checkpoint_has_the_weights_that_were_judged_and_stays(
     quality.update({0: 0.1, 2: 0.6, 4: 0.6, 5: 0.3})
     folder = tmp_path / "run"
     start_run("tiny", [*SMALL, "steps=5", "checkpoint.every=3"], folder)
-    best = RunFolder(folder).best_checkpoint()
+    best = Checkpoints(folder).best()
     assert best is not None and best.name == "step_2" and kept(folder) == {"step_2", "step_5"}
-    assert RunFolder(folder).last_checkpoint().name == "step_5"
+    assert Checkpoints(folder).newest().name == "step_5"
     for name in kept(folder):
         assert tensors(folder / "checkpoints" / name) == tensors(every / "checkpoints" / name) != {}
     lines = capsys.readouterr().out.splitlines()
@@ -348,7 +349,7 @@ def test_initial_weights_and_runs_without_checkpoints_keep_no_best(
     """Expect no checkpoint of step 0, because model.path has the initial weights."""
     quality.update({0: 0.5, 2: 0.3, 3: 0.2} if word.endswith("5") else {0: 0.1, 2: 0.2, 3: 0.4})
     start_run("tiny", [*SMALL, "steps=3", word], tmp_path)
-    assert RunFolder(tmp_path).best_checkpoint() is None
+    assert Checkpoints(tmp_path).best() is None
     found = "0.500 before the first update" if word.endswith("5") else "0.400 after 3 updates"
     assert capsys.readouterr().out.splitlines()[-2] == f"best: correct {found}"
 

@@ -72,7 +72,7 @@ def step_of(scores: Sequence[Scored], tasks: Sequence[Task]) -> dict[str, Any]:
         texts=[""] * count,
         ended=[True] * (count - 1) + [False],
     )
-    return answer_figures(samples, scores, {"generate_sequences": 0.5}, tasks)
+    return answer_figures(samples, scores, 0.5, tasks)
 
 
 def test_row_has_rewards_lengths_and_answers_without_reward() -> None:

@@ -58,7 +58,7 @@ class FakeLoop:
         self.setup = SimpleNamespace(recipe=recipes.load("tiny", words))
         self.asked = list[tuple[range, bool]]()
         self.notes = list[str]()
-        self.monitor = SimpleNamespace(view=SimpleNamespace(note=self.notes.append))
+        self.sink = SimpleNamespace(note=self.notes.append)
         self.stage: Any = contextlib.nullcontext
         self._drawn = drawn
         self._replays = replays
