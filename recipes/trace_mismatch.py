@@ -17,8 +17,11 @@ from recipes.logs.run_folder import RunFolder
 from trainer_bridge.exact import Compared, MismatchTrace, trace_mismatch
 
 _OF_ENGINE = ("page_size", "max_prefill_tokens")  # keys that decide how a sequence is cut
-_IN_ENGINE = "the engine had other bits in the run; look at its batches, graphs, caches, weights"
-_IN_TRAINER = "the trainer had other bits in the run; look at its micro batches, ranks, libraries"
+_EQUAL = "no operation differs: both sides compute the same bits of this sequence alone"
+_CAUSES = (
+    "the engine had other bits in the run; look at its batches, graphs, caches, weights",
+    "the trainer had other bits in the run; look at its micro batches, ranks, libraries",
+)
 
 
 def show_trace(run_dir: Path, device: str | None = None) -> int:
@@ -51,45 +54,35 @@ def show_trace(run_dir: Path, device: str | None = None) -> int:
 
 def _show(trace: MismatchTrace, console: Console) -> None:
     record, first = trace.record, trace.first
-    place = record.places[0]
+    place, (prompt, response) = record.places[0], (record.prompt_ids, record.response_ids)
     console.print(
-        f"sequence {record.sequence} of the step after {record.updates} updates: "
-        f"{len(record.prompt_ids)} + {len(record.response_ids)} tokens, {record.dtype}, "
-        f"seed {record.seed}, temperature {record.temperature}"
-    )
-    console.print(
-        f"in the run: {len(record.places)} tokens differ, first token {place}: "
-        f"{record.rollout[place]!r} in the rollout, {record.trainer[place]!r} in the trainer"
+        f"sequence {record.sequence} of the step after {record.updates} updates: {len(prompt)} + "
+        f"{len(response)} tokens, {record.dtype}, seed {record.seed}, temperature "
+        f"{record.temperature}\nin the run: {len(record.places)} tokens differ, first token "
+        f"{place}: {record.rollout[place]!r} in the rollout, {record.trainer[place]!r} in the "
+        "trainer"
     )
     if first is None:
-        console.print(
-            "no operation differs: both sides compute the same bits of this sequence alone"
-        )
+        console.print(_EQUAL)
     else:
         token, (engine, trainer) = next(iter(first.unequal.items()))
-        phase = "prefill" if token < len(record.prompt_ids) else "decode"
+        phase = "prefill" if token < len(prompt) else "decode"
         console.print(_table(trace.compared))
         console.print(
             f"first difference: {first.operation}, token {token} of the sequence ({phase} in the "
             f"engine)\nsum of its elements: {engine!r} in the engine, {trainer!r} in the trainer"
         )
-    for now, then, where in (
-        (trace.engine, record.rollout, _IN_ENGINE),
-        (trace.trainer, record.trainer, _IN_TRAINER),
-    ):
+    sides = (trace.engine, trace.trainer), (record.rollout, record.trainer), _CAUSES
+    for now, then, causes in zip(*sides, strict=True):
         if any(a != b and not math.isnan(a) for a, b in zip(now, then, strict=True)):
-            console.print(where)
+            console.print(causes)
 
 
 def _table(compared: Sequence[Compared]) -> Table:
     """Return a table of the layers with a difference."""
-    table = Table("layer", "first difference", "unequal rows", box=None, pad_edge=False)
-    for layer, unequal in groupby((done for done in compared if done.unequal), _layer):
-        first = next(unequal)
-        table.add_row(layer, first.operation, f"{len(first.unequal)} of {first.rows}")
+    table = Table("first difference of a layer", "unequal rows", box=None, pad_edge=False)
+    unequal = (done for done in compared if done.unequal)
+    for _, layer in groupby(unequal, lambda done: re.findall(r"\d+", done.operation)):
+        first = next(layer)
+        table.add_row(first.operation, f"{len(first.unequal)} of {first.rows}")
     return table
-
-
-def _layer(done: Compared) -> str:
-    found = re.search(r"\blayers\.(\d+)", done.operation)
-    return found[1] if found else "head"

@@ -161,9 +161,7 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
     return exact.rms_norm(x, norm.weight, norm.variance_epsilon, totals_of(norm))
 
 
-def _rotary(
-    frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rotary(frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor) -> Any:
     return exact.rotary_rows(position_ids, frequencies, scale, like=x)
 
 
