@@ -127,7 +127,7 @@ def _trace_mismatch(arguments: Namespace) -> int:
     """
     from recipes.trace_mismatch import show_trace
 
-    return show_trace(arguments.run, arguments.sequence, arguments.device)
+    return show_trace(arguments.run, arguments.device)
 
 
 def _doctor(arguments: Namespace) -> int:
@@ -251,8 +251,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print whole records, one in a line")
     add = command(_trace_mismatch, "trace the mismatch of an exact run").add_argument
     add("run", **run)
-    first = "number of the sequence in its step (default: the first on record)"
-    add("--sequence", type=at_least(0), metavar="N", help=first)
     same = "cuda:N or cpu (default: as in the run)"
     add("--device", metavar="DEVICE", help=same)
     add = command(_doctor, "check this machine").add_argument

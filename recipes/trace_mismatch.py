@@ -1,6 +1,7 @@
 """The command `memsaver trace-mismatch`: which operation of an exact run has two results."""
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,17 +14,21 @@ from rich.table import Table
 from recipes.config.load import load
 from recipes.errors import RecipeError, one_line
 from recipes.logs.run_folder import RunFolder
-from trainer_bridge.exact import Compared, Difference, MismatchTrace, OperationPlace, trace_mismatch
+from trainer_bridge.exact import Compared, MismatchTrace, trace_mismatch
 
 _OF_ENGINE = ("page_size", "max_prefill_tokens")  # keys that decide how a sequence is cut
+_EQUAL = "no operation differs: both sides compute the same bits of this sequence alone"
+_CAUSES = (
+    "the engine had other bits in the run; look at its batches, graphs, caches, weights",
+    "the trainer had other bits in the run; look at its micro batches, ranks, libraries",
+)
 
 
-def show_trace(run_dir: Path, sequence: int | None = None, device: str | None = None) -> int:
+def show_trace(run_dir: Path, device: str | None = None) -> int:
     """Trace and print the mismatch that a run recorded; return 1 if an operation differs, else 0.
 
     Args:
         run_dir: Folder of the run, or `TrainerConfig.mismatch_dir` of another loop.
-        sequence: Number of the sequence in its step; None for the first on record.
         device: Device of both sides; None for the type of device of the run.
 
     Raises:
@@ -37,7 +42,7 @@ def show_trace(run_dir: Path, sequence: int | None = None, device: str | None = 
         options = {name: getattr(settings.engine, name) for name in _OF_ENGINE}
         torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     try:
-        trace = trace_mismatch(folder, sequence, device=device, **options)
+        trace = trace_mismatch(folder, device=device, **options)
     except FileNotFoundError:
         rule = "holds no mismatch; an exact run records the first one"
         raise RecipeError(f"trace-mismatch {run_dir}: {rule}") from None
@@ -48,76 +53,36 @@ def show_trace(run_dir: Path, sequence: int | None = None, device: str | None = 
 
 
 def _show(trace: MismatchTrace, console: Console) -> None:
-    record, sequence = trace.record, trace.sequence
-    place = sequence.places[0]
+    record, first = trace.record, trace.first
+    place, (prompt, response) = record.places[0], (record.prompt_ids, record.response_ids)
     console.print(
-        f"sequence {sequence.number} of the step after {record.updates} updates: "
-        f"{len(sequence.prompt_ids)} + {len(sequence.response_ids)} tokens, {record.dtype}, "
-        f"seed {record.seed}, temperature {record.temperature}"
+        f"sequence {record.sequence} of the step after {record.updates} updates: {len(prompt)} + "
+        f"{len(response)} tokens, {record.dtype}, seed {record.seed}, temperature "
+        f"{record.temperature}\nin the run: {len(record.places)} tokens differ, first token "
+        f"{place}: {record.rollout[place]!r} in the rollout, {record.trainer[place]!r} in the "
+        "trainer"
     )
-    console.print(
-        f"in the run: {len(sequence.places)} tokens differ, first token {place}: "
-        f"{sequence.rollout[place]!r} in the rollout, {sequence.trainer[place]!r} in the trainer"
-    )
-    sides = {
-        "engine": (trace.engine, sequence.rollout),
-        "trainer": (trace.trainer, sequence.trainer),
-    }
-    other = []
-    for side, pair in sides.items():
-        if any(now != then and not math.isnan(now) for now, then in zip(*pair, strict=True)):
-            other.append(side)
-    console.print(_table(trace.compared))
-    console.print("\n".join(_where(trace, trace.first) if trace.first else _nowhere(other)))
-    if trace.first and other:
-        console.print(f"in the run, the log-probabilities of {' and '.join(other)} were others")
+    if first is None:
+        console.print(_EQUAL)
+    else:
+        token, (engine, trainer) = next(iter(first.unequal.items()))
+        phase = "prefill" if token < len(prompt) else "decode"
+        console.print(_table(trace.compared))
+        console.print(
+            f"first difference: {first.operation}, token {token} of the sequence ({phase} in the "
+            f"engine)\nsum of its elements: {engine!r} in the engine, {trainer!r} in the trainer"
+        )
+    sides = (trace.engine, trace.trainer), (record.rollout, record.trainer), _CAUSES
+    for now, then, causes in zip(*sides, strict=True):
+        if any(a != b and not math.isnan(a) for a, b in zip(now, then, strict=True)):
+            console.print(causes)
 
 
 def _table(compared: Sequence[Compared]) -> Table:
-    """Return a table of the layers; neighbors without a difference share a row."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("layer", "first difference", "unequal rows", "unequal at the layer's end"):
-        table.add_column(column, overflow="fold")
-    last = compared[-1].place.layer
-    layers = [list(layer) for _, layer in groupby(compared, lambda done: done.place.layer)]
-    for differs, run in groupby(layers, lambda layer: any(done.unequal for done in layer)):
-        group = list(run)
-        for part in [[layer] for layer in group] if differs else [group]:
-            first, end = (_layer(part[index][0].place, last) for index in (0, -1))
-            name = first if first == end else f"{first} to {end}"
-            table.add_row(name, *(_cells(part[0]) if differs else ("none", "0", "0")))
+    """Return a table of the layers with a difference."""
+    table = Table("first difference of a layer", "unequal rows", box=None, pad_edge=False)
+    unequal = (done for done in compared if done.unequal)
+    for _, layer in groupby(unequal, lambda done: re.findall(r"\d+", done.operation)):
+        first = next(layer)
+        table.add_row(first.operation, f"{len(first.unequal)} of {first.rows}")
     return table
-
-
-def _layer(place: OperationPlace, last: int) -> str:
-    return {-1: "embedding", last: "head"}.get(place.layer, str(place.layer))
-
-
-def _cells(layer: Sequence[Compared]) -> list[str]:
-    first = next(done for done in layer if done.unequal)
-    counts = [f"{len(done.unequal)} of {done.rows}" for done in (first, layer[-1])]
-    return [first.place.operation, *counts]
-
-
-def _where(trace: MismatchTrace, first: Difference) -> list[str]:
-    """Describe the first difference."""
-    layer = _layer(first.place, trace.compared[-1].place.layer)
-    layer = f"layer {layer}" if layer.isdigit() else layer
-    phase = "prefill" if first.position < len(trace.sequence.prompt_ids) else "decode"
-    return [
-        f"first difference: {layer}, {first.place.operation}, token {first.position} of the "
-        f"sequence ({phase} in the engine)",
-        f"element {first.element}: {first.engine!r} in the engine, {first.trainer!r} in the "
-        f"trainer, {first.ulps} ulp apart; {first.elements} of {first.width} elements differ",
-    ]
-
-
-def _nowhere(other: Sequence[str]) -> list[str]:
-    """Describe a trace without a difference; the sides in `other` had other bits in the run."""
-    lines = ["no operation differs: both sides compute the same bits of this sequence alone"]
-    causes = {
-        "engine": "its batches, CUDA graphs, cached prefixes, synced weights",
-        "trainer": "its micro batches, ranks, libraries",
-    }
-    lines += [f"the {side} had other bits in the run; look at {causes[side]}" for side in other]
-    return lines

@@ -1,77 +1,90 @@
 """A known sequence through an engine: prefill of the prompt, then a decode step for each token.
 
-The engine's own kernels sample. The random number of each draw is chosen to fall on the known
-token, so its log-probability comes from the code that computes it in a run.
+A listener gets the result of each operation that has weights. The engine's own code has no place
+for listeners: for the time of a call, the functions that compute are replaced by wrappers.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from memsaver.ops.hash import GOLDEN, MASK64, MUL1, MUL2, signed, splitmix64_int
+from memsaver.system.replaced import replaced
 from rollout.engine import Engine
-from rollout.ops.token_sampling import SamplingBatch, deliver, sample
+from rollout.model import decoder
+from rollout.model.mixers import attention
+from rollout.ops.token_sampling import SamplingBatch
 from rollout.requests import SamplingParams
-from rollout.serving.samples import Sample
-from rollout.tap import tap
+from rollout.serving import runner
+
+Listener = Callable[[str, Tensor], None]
+"""(operation, rows [T, ...]): the input or the result of the module whose weights are used."""
+
+_WEIGHTS = {"linear": 1, "rms_norm": 1, "add_rms_norm": 2, "mix_experts": 3}  # arguments
+_HIGHEST = 0, 0, -0xC9B74628CA0E933  # counters of the random number 1 - 2**-48
 
 
 def teacher_forced(
-    engine: Engine, prompt: Sequence[int], response: Sequence[int], temperature: float
+    engine: Engine,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float,
+    listen: Listener,
 ) -> list[float]:
     """Run a sequence through an idle engine, and return the response's log-probabilities.
 
-    Listeners of `rollout.tap` get the logits of each response token, too. A token whose probability
-    is below the resolution of fp32 sums, 1e-7, may get NaN: it cannot be drawn.
+    The engine's own kernels sample. Each draw has the largest random number, among the tokens up to
+    the known one, so it yields the known one. A token that is 2**48 times less likely than those
+    before it may get NaN: it cannot be drawn.
+
+    Args:
+        engine: An engine without CUDA graphs, which would not call the listener.
+        prompt: Token ids of the prompt.
+        response: Token ids of the response.
+        temperature: Sampling temperature.
+        listen: Gets input and result of each module with weights, in chunks of the sequence. The
+            input is called "input of" the module; "lm_head" has a row for each response token.
     """
-    runner, scores = engine.runner, list[float]()
+    scores = list[float]()
+
+    def draw(sample: Any, logits: Tensor, batch: SamplingBatch, *, choices: int) -> Any:
+        token = response[len(scores)]
+        last = replace(batch, counters=batch.counters.new_tensor([_HIGHEST]))
+        drawn, logprob = sample(logits, last, choices=min(choices, token + 1))
+        scores.append(logprob.item() if drawn.item() == token else math.nan)
+        return drawn.fill_(token), logprob.zero_()  # a NaN would end the request
+
     params = SamplingParams(max_tokens=len(response), temperature=temperature, ignore_eos=True)
-
-    @torch.inference_mode()
-    def forced(
-        logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
-    ) -> tuple[list[int], list[float]]:
-        (row,), (member,) = rows, samples
-        token = response[len(member.output)]
-        own = tap("logits", logits[row : row + 1])
-        scores.append(_log_prob(own, token, temperature))
-        return [token], [0.0]  # a NaN would end the request
-
-    usual = runner.sample
-    runner.sample = forced  # type: ignore[method-assign]
-    try:
+    with replaced(runner, sample=draw), _observed(engine, listen):
         engine.generate([list(prompt)], params)
-    finally:
-        runner.sample = usual  # type: ignore[method-assign]
     return scores
 
 
-def _log_prob(logits: Tensor, token: int, temperature: float) -> float:
-    """Sample `token` from logits [1, vocab]; return its log-probability, or NaN."""
-    cdf = torch.softmax(logits.float() / temperature, -1)[0].double().cumsum(0)
-    before = cdf[token - 1] if token else 0.0
-    batch = SamplingBatch.build(
-        temperature=[temperature],
-        top_k=[0],
-        top_p=[1.0],
-        counters=[(0, 0, _position(float((before + cdf[token]) / 2 / cdf[-1])))],
-        device=logits.device,
-    )
-    drawn, logprob = deliver(*sample(logits, batch))
-    return logprob.item() if drawn.item() == token else math.nan
+@contextlib.contextmanager
+def _observed(engine: Engine, listen: Listener) -> Iterator[None]:
+    """Tell the listener of all operations of an engine inside the block."""
+    store = engine.store
+    params = {store.tensor(part.name).data_ptr(): part for part in store.manifest.slices}
 
+    def call(at: int, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result, start, size = function(*args, **options), args[at].data_ptr(), args[at].nbytes
+        # A norm after an addition also returns the sum, which is its input.
+        rows, taken = result if isinstance(result, tuple) else (result, args[0])
+        parts = [part for place, part in params.items() if start <= place < start + size]
+        widths = [part.shape[0] for part in parts] if len(parts) > 1 else rows.shape[-1]
+        for part, columns in zip(parts, rows.split(widths, -1), strict=True):
+            # The embedding has no wrapper, so its weight is that of a tied output layer.
+            name = part.name.removeprefix("model.").replace("embed_tokens", "lm_head")
+            listen(f"input of {name.rpartition('.')[0]}", taken)
+            listen(name.rpartition(".")[0], columns)
+        return result
 
-def _position(number: float) -> int:
-    """Return the position at which `uniform` of seed 0 and sample 0 is `number`, in [0, 1)."""
-    state = splitmix64_int(splitmix64_int(0))
-    return signed(_unmixed(int(number * 2**64)) ^ state)
-
-
-def _unmixed(x: int) -> int:
-    """Invert `splitmix64_int`."""
-    for shift, factor in ((31, MUL2), (27, MUL1), (30, GOLDEN)):
-        x ^= x >> shift ^ x >> 2 * shift
-        x = x * pow(factor, -1, 1 << 64) & MASK64
-    return (x - 1) & MASK64
+    with contextlib.ExitStack() as stack:
+        for user in (decoder, attention, runner):
+            used = _WEIGHTS.keys() & vars(user)
+            stack.enter_context(replaced(user, **{f: partial(call, _WEIGHTS[f]) for f in used}))
+        yield

@@ -156,7 +156,7 @@ class Trainer(SaverSide):
                 self.optimizer.publish()
             self._began_with = runtime.digest(self.model, masters)
             self.step, self.rate = 0, LearningRate.of(config)
-            self.loss_scale, self._bits = LossScale.of(config), BitComparison()
+            self.loss_scale, self._bits = LossScale.of(config), BitComparison(self.model)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._offloader.order = partial(shards_in_order, self.model)
@@ -325,7 +325,7 @@ class Trainer(SaverSide):
             self._offloader.await_content()
             if exact:
                 logprobs = own.gather(batch, self._runtime)
-                unequal = self._bits.count(self.model, self.config, self.step, batch, logprobs)
+                unequal = self._bits.count(self.config, self.step, batch, logprobs)
             return sums
 
         rate = self.rate.after(self.step)

@@ -15,7 +15,6 @@ from kvcache.staging import heads_per_rank
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
 from rollout.ops.experts import Routing, mix_experts
 from rollout.ops.row_wise import add_rms_norm, linear, rms_norm, silu_mul
-from rollout.tap import tap
 from rollout.weights.messages import Manifest
 from rollout.weights.params import (
     VOCABULARY,
@@ -94,9 +93,7 @@ class GatedConfig(MLPConfig):
     def build(self, store: WeightStore, name: str) -> MLP:
         gate_up = store.tensor(name + "gate_up_proj.weight")
         down = store.tensor(name + "down_proj.weight")
-        return lambda x: linear(
-            tap("activation", silu_mul(tap("gate, up", linear(x, gate_up)))), down
-        )
+        return lambda x: linear(silu_mul(linear(x, gate_up)), down)
 
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
         inner = self.inner // size
@@ -211,7 +208,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         config = self.config
-        logits = tap("router", linear(x, self._router, wide=config.wide_router))
+        logits = linear(x, self._router, wide=config.wide_router)
         ids, weights = config.routing.choose(logits, self._bias)
         if self.routed is not None:
             self.routed[: len(ids)] = ids
@@ -382,18 +379,14 @@ class Decoder:
             Normalized hidden states [T, hidden].
         """
         eps, centred = self._eps, self._centred
-        residual = tap("embedding", self._ranks.embed(token_ids, self._embed))
-        x = tap("norm", rms_norm(residual, self._input_norms[0], eps, zero_centred=centred))
+        residual = self._ranks.embed(token_ids, self._embed)
+        x = rms_norm(residual, self._input_norms[0], eps, zero_centred=centred)
         following = [*self._input_norms[1:], self._last_norm]
         layers = zip(self.mixers, self._norms, self.mlps, following, strict=True)
         for index, (mixer, norm, mlp, next_norm) in enumerate(layers):
             for load in batch.loads:
                 load.wait(index)
-            mixed = tap("o", mixer(x, batch))
-            x, residual = add_rms_norm(mixed, residual, norm, eps, zero_centred=centred)
-            tap("sum with o", residual)
-            out = tap("down", self._ranks.sum(mlp(tap("MLP norm", x)), "MLP"))
+            x, residual = add_rms_norm(mixer(x, batch), residual, norm, eps, zero_centred=centred)
+            out = self._ranks.sum(mlp(x), "MLP")
             x, residual = add_rms_norm(out, residual, next_norm, eps, zero_centred=centred)
-            tap("sum with down", residual)
-            tap("norm", x)
         return x

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
 from rollout.ops.token_sampling import SamplingBatch, sample
-from rollout.tap import listening
 from tests.helpers.case_selection import pairwise, some
 from tests.helpers.trainer_bridge.models import (
     make_batch,
@@ -226,23 +225,25 @@ def test_backward_has_the_logits_of_forward(
 ) -> None:
     """Products of few rows or words may have other bits than padded ones, on the CPU, too."""
     monkeypatch.setattr(token_scores_module, "SLICE_BYTES", 1)
-    usual, backward = token_scores_module.logits_to_gradient, []
+    forward: list[Tensor] = []
+    backward: list[Tensor] = []
+    for name, seen in (("reduce_logits", forward), ("logits_to_gradient", backward)):
+        usual = getattr(token_scores_module, name)
 
-    def recorded(logits: Tensor, *args: Any) -> None:
-        backward.append(logits.clone())
-        usual(logits, *args)
+        def recorded(logits: Tensor, *args: Any, usual: Any = usual, seen: Any = seen) -> Any:
+            seen.append(logits.clone())
+            return usual(logits, *args)
 
-    monkeypatch.setattr(token_scores_module, "logits_to_gradient", recorded)
+        monkeypatch.setattr(token_scores_module, name, recorded)
     draw = torch.Generator().manual_seed(words)
     weight = torch.randn(words, WIDTH, generator=draw).to(dtype).requires_grad_()
     for tokens in (16, 48) if summed else (1, 5, 16, 37):
         hidden = torch.randn(tokens, WIDTH, generator=draw).to(dtype).requires_grad_()
         target = torch.randint(words, (tokens,), generator=draw)
-        forward: list[Tensor] = []
+        forward.clear()
         backward.clear()
-        with listening(lambda _, logits, seen=forward: seen.append(logits.clone())):
-            total = Summed(words) if summed else None
-            scores, _ = token_scores(hidden, weight, target, 0.01, total=total)
+        total = Summed(words) if summed else None
+        scores, _ = token_scores(hidden, weight, target, 0.01, total=total)
         scores.sum().backward()
         assert len(forward) == len(backward)
         assert all(map(torch.equal, forward, backward))

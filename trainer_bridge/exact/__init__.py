@@ -2,20 +2,6 @@
 
 from trainer_bridge.exact.model import why_not_exact
 from trainer_bridge.exact.planned import plan_exact
-from trainer_bridge.exact.trace import (
-    Compared,
-    Difference,
-    MismatchTrace,
-    OperationPlace,
-    trace_mismatch,
-)
+from trainer_bridge.exact.trace import Compared, MismatchTrace, trace_mismatch
 
-__all__ = [
-    "Compared",
-    "Difference",
-    "MismatchTrace",
-    "OperationPlace",
-    "plan_exact",
-    "trace_mismatch",
-    "why_not_exact",
-]
+__all__ = ["Compared", "MismatchTrace", "plan_exact", "trace_mismatch", "why_not_exact"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_bridge.ops.exact import embed
+from trainer_bridge.ops.exact import embed, engine_products
 from trainer_bridge.ops.gradient_sums import STEP, totals_of
 
 
@@ -65,7 +65,8 @@ def add_totals(model: Any, groups: Iterable[Any]) -> None:
     """
     embedding = model.get_input_embeddings()
     embedding.forward = partial(_embed, embedding)
-    model.token_step = STEP
+    model.token_step = STEP  # of which each sequence of a micro batch must have a multiple
+    model.backward_products = partial(engine_products, embedding.weight.device)
     tied = embedding.weight is model.get_output_embeddings().weight
     for group in groups:
         for param in group.fsdp_params:

@@ -6,8 +6,7 @@ the engine's operations. Embedding, rotation and residual additions are elementw
 have the same bits everywhere. A probe refuses a model with any other operation.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsaver.system.replaced import replaced
 from rollout.model import ExpertsConfig, ModelConfig, load_model_config
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.models.adapters.lora import expert_layers
@@ -33,7 +33,10 @@ _SAME_BITS = {
     "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
     "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "_unsafe_view", "view",
 }  # fmt: skip
-_probing: list[bool] = []  # whether an operation of the engine runs, for each level of the probe
+_OF_ENGINE = (
+    "attention", "linear", "mix_experts", "rms_norm", "rotary_rows", "route", "router_logits",
+    "silu",
+)  # fmt: skip
 
 
 def why_not_exact(model: ModelConfig) -> str:
@@ -59,7 +62,8 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, exact_attention)
     model.set_attn_implementation(ATTENTION)
-    model.packs = model.exact = True
+    model.packs = True
+    model.forward_products = partial(exact.engine_products, torch.device(config.device))
     mixer: Any = description.mixers[0]
     for name, module in model.get_decoder().named_modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -146,66 +150,38 @@ def exact_attention(
 ) -> tuple[Tensor, None]:
     """Compute `ops.exact.attention` by the interface of transformers, see `packed_attention`."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    with _own():
-        out = exact.attention(q, k, v, packing.sequences, scaling, sliding_window)
-    return out[None], None
+    return exact.attention(q, k, v, packing.sequences, scaling, sliding_window)[None], None
 
 
 def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
-    with _own():
-        return exact.linear(x, layer.weight, layer.bias, ranks, totals_of(layer))
+    return exact.linear(x, layer.weight, layer.bias, ranks, totals_of(layer))
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
-    with _own():
-        return exact.rms_norm(x, norm.weight, norm.variance_epsilon, totals_of(norm))
+    return exact.rms_norm(x, norm.weight, norm.variance_epsilon, totals_of(norm))
 
 
-@torch.no_grad()
-def _rotary(
-    frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of the engine's rotary tables at positions [1, T], both [1, T, D]."""
-    with _own():
-        angles = position_ids[..., None].float() * frequencies.to(x.device)
-        cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+def _rotary(frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor) -> Any:
+    return exact.rotary_rows(position_ids, frequencies, scale, like=x)
 
 
 def _route(mlp: ExpertsConfig, router: Any, x: Tensor) -> Routed:
-    with _own():
-        logits = exact.router_logits(x.reshape(-1, x.shape[-1]), router.weight, mlp.wide_router)
-        ids, weights = exact.route(logits, mlp.routing)
-        return logits, weights if mlp.wide_weights else weights.to(x.dtype), ids
+    logits = exact.router_logits(x.reshape(-1, x.shape[-1]), router.weight, mlp.wide_router)
+    ids, weights = exact.route(logits, mlp.routing)
+    return logits, weights if mlp.wide_weights else weights.to(x.dtype), ids
 
 
 def _mix_experts(
     experts: Any, ranks: exact.ExpertRanks, x: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    stacks = experts.gate_up_proj, experts.down_proj
-    with _own():
-        return exact.mix_experts(x, ids, weights, *stacks, ranks=ranks)
+    return exact.mix_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj, ranks=ranks)
 
 
 class _Activation(nn.Module):
     """The SiLU of the engine."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with _own():
-            return exact.silu(x)
-
-
-@contextlib.contextmanager
-def _own() -> Iterator[None]:
-    """Tell the probe that operations inside the block are the engine's."""
-    if not _probing:
-        yield
-        return
-    _probing.append(True)
-    try:
-        yield
-    finally:
-        _probing.pop()
+        return exact.silu(x)
 
 
 class _OperationProbe(TorchDispatchMode):
@@ -214,12 +190,20 @@ class _OperationProbe(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = set[str]()
+        self._inside = 0  # operations of the engine, one in the other, that run now
+
+    def call(self, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call an operation of the engine, in place of the model."""
+        self._inside += 1
+        result = operation(*args, **options)
+        self._inside -= 1
+        return result
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.name().removeprefix("aten::").partition(".")[0]
-        if not _probing[-1] and name not in _SAME_BITS:
+        if not self._inside and name not in _SAME_BITS:
             self.found.add(name)
         return func(*args, **(kwargs or {}))
 
@@ -231,10 +215,7 @@ def foreign_operations(model: Any) -> set[str]:
     packing = Packing((3, 2), bounds, positions)
     ids = torch.zeros((1, 5), dtype=torch.int64, device="meta")
     forward: Callable[..., Any] = model.get_decoder()
-    _probing.append(False)
-    try:
-        with torch.no_grad(), _OperationProbe() as recorder:
-            forward(input_ids=ids, packing=packing, position_ids=positions, use_cache=False)
-    finally:
-        _probing.pop()
-    return recorder.found
+    probe = _OperationProbe()
+    with torch.no_grad(), probe, replaced(exact, **dict.fromkeys(_OF_ENGINE, probe.call)):
+        forward(input_ids=ids, packing=packing, position_ids=positions, use_cache=False)
+    return probe.found

@@ -1,12 +1,10 @@
-"""Record of a log-prob mismatch: a folder with the weights that sampled and unequal sequences.
+"""Record of a log-prob mismatch: a folder with the weights that sampled and an unequal sequence.
 
 The folder is a Hugging Face folder of the model, in the dtype of forward, with one more file.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -19,22 +17,33 @@ from trainer_bridge.learning.tokens import Tokens, unequal_places
 from trainer_bridge.models.files.export import ShardedWeights, save_folder
 
 FILE = "mismatch.json"
-_MOST = 8  # sequences
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnequalSequence:
-    """A sequence with tokens whose log-probabilities differ.
+class MismatchRecord:
+    """What an update records of a mismatch, apart from the weights.
 
     Attributes:
-        number: Its number in the batch of the update.
-        prompt_ids: Token ids of the prompt.
-        response_ids: Token ids of the response.
+        updates: Number of updates before this one.
+        seed: Seed of the trainer.
+        temperature: Sampling temperature.
+        dtype: Dtype of forward.
+        device: Device type of the trainer.
+        fp32_router: `TrainerConfig.fp32_router`.
+        sequence: Number in the batch of the first sequence with unequal tokens.
+        prompt_ids: Token ids of its prompt.
+        response_ids: Token ids of its response.
         rollout: The rollout's log-probability of each response token.
         trainer: The trainer's log-probability of each response token.
     """
 
-    number: int
+    updates: int
+    seed: int
+    temperature: float
+    dtype: Dtype
+    device: str
+    fp32_router: bool
+    sequence: int
     prompt_ids: list[int]
     response_ids: list[int]
     rollout: list[float]
@@ -50,34 +59,10 @@ class UnequalSequence:
         """Return the numbers of the response tokens that differ."""
         return unequal_places(self.rollout, self.trainer)
 
-
-@dataclass(frozen=True, kw_only=True)
-class MismatchRecord:
-    """What an update records of a mismatch, apart from the weights.
-
-    Attributes:
-        updates: Number of updates before this one.
-        seed: Seed of the trainer.
-        temperature: Sampling temperature.
-        dtype: Dtype of forward.
-        device: Device type of the trainer.
-        fp32_router: `TrainerConfig.fp32_router`.
-        sequences: The first sequences with unequal tokens, at most eight.
-    """
-
-    updates: int
-    seed: int
-    temperature: float
-    dtype: Dtype
-    device: str
-    fp32_router: bool
-    sequences: list[UnequalSequence]
-
     @classmethod
     def read(cls, directory: str | Path) -> Self:
         """Read the record of a folder, or raise FileNotFoundError."""
-        values = json.loads(Path(directory, FILE).read_text(encoding="utf-8"))
-        return cls(**values | {"sequences": [UnequalSequence(**s) for s in values["sequences"]]})
+        return cls(**json.loads(Path(directory, FILE).read_text(encoding="utf-8")))
 
 
 class BitComparison:
@@ -86,67 +71,49 @@ class BitComparison:
     It saves the first difference to `TrainerConfig.mismatch_dir`.
     """
 
-    def __init__(self) -> None:
-        self._saved = False
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._saved = model, False
 
-    def count(
-        self,
-        model: nn.Module,
-        config: TrainerConfig,
-        updates: int,
-        batch: SequenceBatch,
-        own: Tokens,
-    ) -> int:
+    def count(self, config: TrainerConfig, updates: int, batch: SequenceBatch, own: Tokens) -> int:
         """Return the number of unequal tokens; unless `config.exact` is "warn", raise for any.
 
-        A collective call. `own` are the log-probabilities of `model` after `updates` updates.
+        A collective call. `own` are the log-probabilities of the model after `updates` updates.
         """
         unequal = unequal_tokens(batch, own)
         if unequal is None:
             return 0
         if config.mismatch_dir is not None and not self._saved:
             self._saved = True
-            unequal.remedy = _save(config.mismatch_dir, model, config, updates, batch, own)
+            record = _record(config, updates, batch, own, unequal.sequence)
+            unequal.remedy = _save(config.mismatch_dir, ShardedWeights(self._model, config), record)
         if config.exact != "warn":
             raise unequal
         return unequal.count
 
 
-def _save(
-    directory: str,
-    model: nn.Module,
-    config: TrainerConfig,
-    updates: int,
-    batch: SequenceBatch,
-    own: Tokens,
-) -> str:
+def _save(directory: str, weights: ShardedWeights, record: MismatchRecord) -> str:
     """Save weights and record; return how to continue, or why they were not saved."""
-    record = MismatchRecord(
+    try:
+        save_folder(directory, weights, texts={FILE: json.dumps(asdict(record))})
+    except (OSError, ValueError, RuntimeError) as error:  # full disk, other files, other rank
+        return f"{directory}, for memsaver trace-mismatch, was not written: {error}"
+    return f"memsaver trace-mismatch {directory} names the operation"
+
+
+def _record(
+    config: TrainerConfig, updates: int, batch: SequenceBatch, own: Tokens, number: int
+) -> MismatchRecord:
+    rollout = batch.whole(batch.tokens("rollout_logprobs"))
+    return MismatchRecord(
         updates=updates,
         seed=config.seed,
         temperature=batch.temperature,
         dtype=config.param_dtype or config.dtype,
         device=config.device.split(":")[0],
         fp32_router=config.fp32_router,
-        sequences=list(islice(_unequal(batch, own), _MOST)),
+        sequence=number,
+        prompt_ids=list(map(int, batch.prompt_ids[number])),
+        response_ids=list(map(int, batch.response_ids[number])),
+        rollout=rollout[number],
+        trainer=own[number],
     )
-    try:
-        texts = {FILE: json.dumps(asdict(record))}
-        save_folder(directory, ShardedWeights(model, config), texts=texts)
-    except (OSError, ValueError, RuntimeError) as error:  # full disk, other files, other rank
-        return f"{directory}, for memsaver trace-mismatch, was not written: {error}"
-    return f"memsaver trace-mismatch {directory} names the operation"
-
-
-def _unequal(batch: SequenceBatch, own: Tokens) -> Iterator[UnequalSequence]:
-    rollout = batch.whole(batch.tokens("rollout_logprobs"))
-    for number in range(len(batch)):
-        sequence = UnequalSequence(
-            number=number,
-            prompt_ids=list(map(int, batch.prompt_ids[number])),
-            response_ids=list(map(int, batch.response_ids[number])),
-            rollout=rollout[number],
-            trainer=own[number],
-        )
-        if sequence.places:
-            yield sequence

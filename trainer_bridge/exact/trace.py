@@ -1,150 +1,91 @@
-"""Both sides of an exact run over one sequence, compared operation by operation.
+"""Both sides of an exact run over a recorded sequence, compared operation by operation.
 
-The trainer's model computes the sequence in one forward. The engine computes it as in a run, the
-prompt in chunks and then a token at a time. Both yield a digest of each row (token) of each
-operation's result, so memory stays small. The first operation with unequal digests is computed once
-more, for its values.
+The engine computes the sequence as in a run, the prompt in chunks and then a token at a time. The
+trainer's model computes it in one forward. Both report input and result of each module that has
+weights. A side keeps a hash and the sum of each row (token), so memory stays small.
 """
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memsaver import MemorySaver
-from memsaver.ops.hash import splitmix64
 from memsaver.ops.layout import round_up
+from memsaver.system.replaced import replaced
 from rollout import Engine, EngineConfig
-from rollout.tap import listening
-from rollout.teacher_forcing import teacher_forced
+from rollout.teacher_forcing import Listener, teacher_forced
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.exact.model import ATTENTION, exact_attention
-from trainer_bridge.exact.record import MismatchRecord, UnequalSequence
-from trainer_bridge.learning.batch import MicroBatch, SequenceBatch
+from trainer_bridge.exact.record import MismatchRecord
+from trainer_bridge.learning.batch import SequenceBatch
 from trainer_bridge.learning.losses import micro_logprobs, score_tokens
 from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import build_model
+from trainer_bridge.ops import token_scores
 
-OPERATIONS = (
-    "embedding",
-    *("norm", "q", "k", "v", "q norm", "k norm", "rotary q", "rotary k", "attention", "o"),
-    *("sum with o", "MLP norm", "router", "gate", "up", "activation", "down", "sum with down"),
-    *("final norm", "logits", "log-softmax"),
-)
-"""Operations in the order of computation; those between the first and the last four are a layer's.
-
-A product has the name of its weight. "activation" is silu(gate) * up. "router" are its logits, and
-"down" is the whole result of a mixture of experts.
-"""
-_OF_OUTPUTS = {
-    "embed_tokens": "embedding", "input_layernorm": "norm", "q_proj": "q", "k_proj": "k",
-    "v_proj": "v", "q_norm": "q norm", "k_norm": "k norm", "o_proj": "o",
-    "post_attention_layernorm": "MLP norm", "gate": "router", "gate_proj": "gate", "up_proj": "up",
-    "mlp": "down", "norm": "final norm",
-}  # fmt: skip
-_OF_INPUTS = {
-    "o_proj": "attention", "post_attention_layernorm": "sum with o", "down_proj": "activation"
-}  # fmt: skip
-_LAYER = re.compile(r"^layers\.(\d+)\b")
-_BITS = {2: torch.int16, 4: torch.int32}
-_BLOCK = 1 << 24  # elements that are digested together
-
-
-class OperationPlace(NamedTuple):
-    """An operation of a layer; the embedding is in layer -1, the head behind the last layer."""
-
-    layer: int
-    operation: str
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.layer, OPERATIONS.index(self.operation)
-
-
-Results = dict[OperationPlace, Tensor]
-"""Digests int64 [rows] of each operation, or values [rows, width] of one."""
-
-Side = Callable[[OperationPlace | None], tuple[Results, list[float]]]
-"""Compute the sequence; return digests, or the values at the given place, and log-probabilities."""
+_Row = tuple[float, float]
+"""A hash of a token's result, and the sum of its elements."""
+_Rows = dict[str, list[_Row]]
+"""The rows of each operation, in the order of tokens."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """An operation that both sides computed; `unequal` are the positions of unequal rows."""
-
-    place: OperationPlace
-    rows: int
-    unequal: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The first unequal row of the first operation with unequal rows.
+    """An operation that both sides computed.
 
     Attributes:
-        place: The operation.
-        position: Position of the row's token in the sequence. For logits and log-softmax, the token
-            that they predict comes next.
-        element: The first unequal element of the row.
-        elements: Number of unequal elements of the row.
-        width: Number of elements of the row.
-        engine: The element in the engine.
-        trainer: The element in the trainer.
-        ulps: Distance of the two in units in the last place of their dtype.
+        operation: A module of the trainer's decoder, for its result, or "input of" a module, for
+            what is computed between modules. "lm_head" has the logits, and "log-softmax" the
+            log-probabilities.
+        rows: Number of rows (tokens).
+        unequal: The sums of the elements of an unequal row in engine and trainer, by the position
+            of its token in the sequence. For "lm_head" and "log-softmax", the token that they
+            predict comes next.
     """
 
-    place: OperationPlace
-    position: int
-    element: int
-    elements: int
-    width: int
-    engine: float
-    trainer: float
-    ulps: int
+    operation: str
+    rows: int
+    unequal: dict[int, tuple[float, float]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MismatchTrace:
-    """The comparison of both sides over one recorded sequence.
+    """The comparison of both sides over a recorded sequence.
 
     Attributes:
         record: The record of the mismatch.
-        sequence: The recorded sequence.
-        compared: All operations in the order of computation.
-        first: The first difference; None without any.
+        compared: All operations in the engine's order.
         engine: The engine's log-probabilities, computed alone now; NaN for a token that the engine
             cannot draw.
         trainer: The trainer's log-probabilities, computed alone now.
     """
 
     record: MismatchRecord
-    sequence: UnequalSequence
     compared: list[Compared]
-    first: Difference | None
     engine: list[float]
     trainer: list[float]
 
+    @property
+    def first(self) -> Compared | None:
+        """Return the first operation with unequal rows; None without any."""
+        return next((done for done in self.compared if done.unequal), None)
+
 
 def trace_mismatch(
-    directory: str | Path,
-    number: int | None = None,
-    *,
-    device: str | None = None,
-    **engine_options: Any,
+    directory: str | Path, *, device: str | None = None, **engine_options: Any
 ) -> MismatchTrace:
-    """Compare both sides over a sequence that an update of an exact trainer recorded.
+    """Compare both sides over the sequence that an update of an exact trainer recorded.
 
-    Both models are on the device together, in the dtype of forward, without an optimizer.
+    One side after the other is on the device, without an optimizer.
 
     Args:
         directory: `TrainerConfig.mismatch_dir` of that trainer.
-        number: Number of a recorded sequence in its batch; None for the first.
         device: Device of both sides; None for the trainer's type of device.
         **engine_options: Fields of `EngineConfig`, such as max_prefill_tokens.
 
@@ -153,248 +94,92 @@ def trace_mismatch(
 
     Raises:
         FileNotFoundError: The directory holds no record.
-        ValueError: The sequence is not recorded, or a side refuses the model or the options.
+        ValueError: There is no such device, or a side refuses the model or the options.
     """
     record = MismatchRecord.read(directory)
-    known = {sequence.number: sequence for sequence in record.sequences}
-    number = next(iter(known)) if number is None else number
-    if number not in known:
-        listed = ", ".join(map(str, known))
-        raise ValueError(f"sequence {number} is not on record; use one of {listed}")
-    device = device or record.device
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device={device}: there is no GPU here, and a CPU computes other bits")
-    sequence = known[number]
-    tokens = sequence.length - 1  # the last one predicts nothing
-    inputs = str(directory), record, sequence, device
-    with _trainer_side(*inputs) as trainer, _engine_side(*inputs, engine_options) as engine:
-        (theirs, trained), (ours, served) = trainer(None), engine(None)
-        compared = _compare(ours, theirs, tokens)
-        pair = torch.tensor([served, trained])[..., None]
-        compared.append(_compare_scores(pair, tokens, compared[-1].place.layer))
-        first = next((operation for operation in compared if operation.unequal), None)
-        if first and first is not compared[-1]:
-            pair = torch.stack([side(first.place)[0][first.place] for side in (engine, trainer)])
-    return MismatchTrace(
-        record=record,
-        sequence=sequence,
-        compared=compared,
-        first=_difference(first, pair, tokens) if first else None,
-        engine=served,
-        trainer=trained,
-    )
+    record = replace(record, device=device or record.device)
+    if record.device != "cpu" and not torch.cuda.is_available():
+        rule = "there is no GPU here, and a CPU computes other bits"
+        raise ValueError(f"device={record.device}: {rule}")
+    ours, theirs = _Rows(), _Rows()
+    served = _by_engine(ours, str(directory), record, engine_options)
+    trained = _by_trainer(theirs, str(directory), record)
+    for rows, scores in ((ours, served), (theirs, trained)):
+        rows["log-softmax"] = [*zip(scores, scores, strict=True)]
+    compared = [
+        Compared(operation, len(rows), _unequal(rows, theirs[operation], record.length - 1))
+        for operation, rows in ours.items()
+        if operation in theirs
+    ]
+    return MismatchTrace(record, compared, served, trained)
 
 
-class _RowRecorder:
-    """The digests of each operation's rows, or the rows of a single operation."""
-
-    def __init__(self, only: OperationPlace | None) -> None:
-        self._only = only
-        self.parts: dict[OperationPlace, list[Tensor]] = {}
-
-    def add(self, place: OperationPlace, result: Tensor, column: int = 0) -> None:
-        """Add the result [rows, ...] of an operation, whose first column has number `column`."""
-        if self._only in (None, place):
-            rows = result.detach().flatten(1)
-            part = _digests(rows, column) if self._only is None else rows.cpu()
-            self.parts.setdefault(place, []).append(part)
+def _unequal(ours: list[_Row], theirs: list[_Row], tokens: int) -> dict[int, tuple[float, float]]:
+    """Compare the rows of an operation, whose last is that of the last of `tokens`."""
+    pairs = zip(ours, theirs[-len(ours) :], strict=True)
+    return {
+        position: (our, their)
+        for position, ((first, our), (second, their)) in enumerate(pairs, tokens - len(ours))
+        if first != second and not math.isnan(first)  # of a token that the engine cannot draw
+    }
 
 
-def _digests(rows: Tensor, column: int) -> Tensor:
-    """Return the sum of bits times odd numbers of each row, int64 [rows], modulo 2**64.
-
-    A row with a single changed element always has another digest.
-    """
-    width = rows.shape[1]
-    factors = splitmix64(torch.arange(column, column + width, device=rows.device)) | 1
-    blocks = rows.split(max(1, _BLOCK // width))
-    bits = (block.contiguous().view(_BITS[rows.element_size()]).long() for block in blocks)
-    return torch.cat([(block * factors).sum(1) for block in bits]).cpu()
+def _add(to: _Rows, operation: str, rows: Tensor) -> None:
+    """Add rows [T, ...] of an operation."""
+    flat = rows.detach().flatten(1).cpu().contiguous()
+    hashes = (hash(row.tobytes()) for row in flat.view(torch.uint8).numpy())
+    sums = flat.sum(1, dtype=torch.float64).tolist()
+    to.setdefault(operation, []).extend(zip(hashes, sums, strict=True))
 
 
-@contextlib.contextmanager
-def _trainer_side(
-    directory: str, record: MismatchRecord, sequence: UnequalSequence, device: str
-) -> Iterator[Side]:
-    """Build the trainer's model, which computes the sequence when it is called."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def _by_engine(rows: _Rows, path: str, record: MismatchRecord, options: Any) -> list[float]:
+    """Compute the sequence by an engine; return its log-probabilities."""
+    page, length = options.get("page_size", EngineConfig.page_size), record.length
+    engine = Engine.from_pretrained(
+        path, record.device, getattr(torch, record.dtype), kv_tokens=round_up(length, page),
+        max_context_len=length, max_running=1, cuda_graphs=False, prefix_cache=False,
+        fp32_router=record.fp32_router, exact=True, **options,
+    )  # fmt: skip
+    with contextlib.closing(engine.saver):
+        sequence = record.prompt_ids, record.response_ids, record.temperature
+        return teacher_forced(engine, *sequence, partial(_add, rows))
 
-    half = record.dtype == "float16"  # in which no shards can be
+
+def _by_trainer(rows: _Rows, path: str, record: MismatchRecord) -> list[float]:
+    """Compute the sequence by a trainer's model; return its log-probabilities."""
+    prompt, response, heat = record.prompt_ids, record.response_ids, record.temperature
+    batch = SequenceBatch(prompt_ids=[prompt], response_ids=[response], temperature=heat)
     config = TrainerConfig(
-        model_path=directory,
-        dtype="float32" if half else record.dtype,
-        param_dtype=record.dtype,
-        fp32_router=record.fp32_router,
-        device=device,
-        exact=True,
-    )
-    batch = SequenceBatch(
-        prompt_ids=[sequence.prompt_ids],
-        response_ids=[sequence.response_ids],
-        temperature=record.temperature,
-    )
+        model_path=path, param_dtype=record.dtype, fp32_router=record.fp32_router,
+        device=record.device, exact=True,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        runtime = Runtime.open(device)
+        runtime = Runtime.open(record.device)
         stack.callback(runtime.close)
         saver = stack.enter_context(contextlib.closing(MemorySaver(device=runtime.device)))
-        model: Any = build_model(config, runtime, saver)
-        rows, layers = sequence.length - 1, model.config.num_hidden_layers
-        recorder = _RowRecorder(None)
+        model = build_model(config, runtime, saver)
+        _observe(model, partial(_add, rows), record.length - 1)
+        logits = list[Tensor]()
 
-        def record_rows(place: OperationPlace, result: Tensor) -> None:
-            recorder.add(place, result[0][:rows])  # without the last token and fillers
+        def multiply(linear: Callable[..., Tensor], *args: Any) -> Tensor:
+            logits.append(linear(*args))  # of a slice of the vocabulary
+            return logits[-1]
 
-        def record_logits(operation: str, result: Tensor) -> None:
-            place = OperationPlace(layers, operation)
-            recorder.add(place, result, sum(columns))
-            columns.append(result.shape[1])
-
-        def record_attention(
-            module: Any, query: Tensor, key: Tensor, *args: Any, **more: Any
-        ) -> Any:
-            for name, heads in (("rotary q", query), ("rotary k", key)):
-                record_rows(OperationPlace(module.layer_idx, name), heads.transpose(1, 2))
-            return exact_attention(module, query, key, *args, **more)
-
-        def score(micro: MicroBatch) -> Tensor:
-            return micro_logprobs(model, micro, record.temperature)[0]
-
-        def run(only: OperationPlace | None) -> tuple[Results, list[float]]:
-            nonlocal recorder
-            recorder = _RowRecorder(only)
-            columns.clear()
-            with listening(record_logits):
-                (logprobs,) = score_tokens(model, batch, score, 1, runtime)
-            joined = {place: _joined(parts) for place, parts in recorder.parts.items()}
-            return joined, logprobs
-
-        columns: list[int] = []
-        _hook(model.get_decoder(), layers, record_rows)
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, record_attention)
-        stack.callback(ALL_ATTENTION_FUNCTIONS.register, ATTENTION, exact_attention)
-        yield run
+        with replaced(token_scores, linear=multiply):
+            score = partial(micro_logprobs, model, temperature=heat)
+            (scores,) = score_tokens(model, batch, lambda micro: score(micro)[0], 1, runtime)
+        _add(rows, "lm_head", torch.cat(logits, 1))
+    return scores
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Join slices of the vocabulary: digests int64 [rows] or values [rows, words]."""
-    return torch.cat(parts, 1) if parts[0].dim() > 1 else torch.stack(parts).sum(0)
+def _observe(model: Any, listen: Listener, tokens: int) -> None:
+    """Let the modules of a decoder tell of the rows of `tokens`, without fillers."""
 
+    def tell(name: str, module: nn.Module, inputs: Any, result: Any) -> None:
+        result = result[0] if isinstance(result, tuple) else result  # of a router
+        for operation, part in ((f"input of {name}", inputs[0]), (name, result)):
+            listen(operation, (part if part.dim() == 2 else part[0])[:tokens])
 
-def _hook(
-    decoder: nn.Module, layers: int, record: Callable[[OperationPlace, Tensor], None]
-) -> None:
-    """Let the modules of a decoder record their results, and some of them their inputs."""
-
-    def before(place: OperationPlace, module: nn.Module, inputs: Any) -> None:
-        record(place, inputs[0])
-
-    def after(place: OperationPlace, module: nn.Module, inputs: Any, result: Any) -> None:
-        rows = result[0] if isinstance(result, tuple) else result
-        record(place, rows if rows.dim() > 2 else rows[None])
-
-    ends = {"embed_tokens": -1, "norm": layers}
-    for name, module in decoder.named_modules():
-        found, kind = _LAYER.search(name), name.rpartition(".")[2]
-        layer = ends.get(name) if found is None else int(found[1])
-        if layer is None:
-            continue
-        whole = name == f"layers.{layer}"
-        operation = "sum with down" if whole else _OF_OUTPUTS.get(kind)
-        if operation:
-            module.register_forward_hook(partial(after, OperationPlace(layer, operation)))
-        if kind in _OF_INPUTS:
-            module.register_forward_pre_hook(
-                partial(before, OperationPlace(layer, _OF_INPUTS[kind]))
-            )
-
-
-@contextlib.contextmanager
-def _engine_side(
-    directory: str,
-    record: MismatchRecord,
-    sequence: UnequalSequence,
-    device: str,
-    options: Mapping[str, Any],
-) -> Iterator[Side]:
-    """Build an engine, which computes the sequence when it is called."""
-    page = options.get("page_size", EngineConfig.page_size)
-    engine = Engine.from_pretrained(
-        directory,
-        device,
-        getattr(torch, record.dtype),
-        kv_tokens=round_up(sequence.length, page),
-        max_context_len=sequence.length,
-        max_running=1,
-        cuda_graphs=False,
-        prefix_cache=False,
-        fp32_router=record.fp32_router,
-        exact=True,
-        **options,
-    )
-
-    def run(only: OperationPlace | None) -> tuple[Results, list[float]]:
-        recorder, layer = _RowRecorder(only), -1
-
-        def listen(operation: str, result: Tensor) -> None:
-            nonlocal layer
-            if operation == "embedding":
-                layer = -1
-            elif operation == "norm":
-                layer += 1
-            if operation == "norm" and layer == engine.model.num_layers:
-                operation = "final norm"
-            names = operation.split(", ")  # of weights that are multiplied together
-            for name, part in zip(names, result.chunk(len(names), dim=-1), strict=True):
-                recorder.add(OperationPlace(layer, name), part)
-
-        with listening(listen):
-            logprobs = teacher_forced(
-                engine, sequence.prompt_ids, sequence.response_ids, record.temperature
-            )
-        return {place: torch.cat(parts) for place, parts in recorder.parts.items()}, logprobs
-
-    with contextlib.closing(engine.saver):
-        yield run
-
-
-def _compare(ours: Results, theirs: Results, tokens: int) -> list[Compared]:
-    """Compare the digests of engine and trainer; the last rows are of the last of `tokens`."""
-    if ours.keys() != theirs.keys():
-        names = sorted({place.operation for place in ours.keys() ^ theirs.keys()})
-        raise ValueError(f"only one side has operations {', '.join(names)}; the models differ")
-    compared = []
-    for place in sorted(ours, key=lambda place: place.order):
-        rows = len(ours[place])
-        unequal = (ours[place] != theirs[place]).nonzero().flatten() + (tokens - rows)
-        compared.append(Compared(place, rows, unequal.tolist()))
-    return compared
-
-
-def _compare_scores(pair: Tensor, tokens: int, layer: int) -> Compared:
-    """Compare log-probabilities, fp32 [2, rows, 1], where the engine has one."""
-    unequal = ((pair[0] != pair[1]) & ~pair[0].isnan()).flatten().nonzero().flatten()
-    rows = pair.shape[1]
-    return Compared(
-        OperationPlace(layer, "log-softmax"), rows, (unequal + (tokens - rows)).tolist()
-    )
-
-
-def _difference(first: Compared, both: Tensor, tokens: int) -> Difference:
-    """Describe the first unequal row of [2, rows, width]: results of engine and trainer."""
-    pair = both[:, first.unequal[0] - (tokens - first.rows)]
-    bits = pair.view(_BITS[pair.element_size()]).long()
-    unequal = (bits[0] != bits[1]).nonzero().flatten().tolist()
-    element = unequal[0]
-    # Bits of a float without its sign count in units in the last place.
-    sizes = bits & (1 << 8 * pair.element_size() - 1) - 1
-    steps = torch.where(bits < 0, -sizes, sizes)[:, element].tolist()
-    return Difference(
-        place=first.place,
-        position=first.unequal[0],
-        element=element,
-        elements=len(unequal),
-        width=pair.shape[1],
-        engine=pair[0, element].item(),
-        trainer=pair[1, element].item(),
-        ulps=abs(steps[0] - steps[1]),
-    )
+    for name, module in model.get_decoder().named_modules():
+        if [*module.parameters(recurse=False)]:
+            module.register_forward_hook(partial(tell, name))

@@ -1,6 +1,7 @@
 """Passes of a model over a batch on all ranks: scores, and gradients of the losses."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -13,7 +14,6 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.learning.policy_loss import k3, kl_terms, policy_terms, token_factors
 from trainer_bridge.learning.tokens import Tokens
-from trainer_bridge.models.exact_passes import forward_products, token_step
 from trainer_bridge.models.moe import load_balance, replay
 from trainer_bridge.models.packing import packs
 from trainer_bridge.models.runtime import Runtime
@@ -59,7 +59,7 @@ def micro_logprobs(
         if slots is not None:
             at, target = (_spread(part, slots, micro.num_slots) for part in (at, target))
         scoring = head.scoring(at, target, temperature, entropy_grad)
-        with scoring, forward_products(model, at.device):
+        with scoring, getattr(model, "forward_products", nullcontext)():  # see `make_exact`
             scores = model(**micro.inputs()).logits
         logprobs, entropy = scores if slots is None else scores[:, slots]
     else:
@@ -200,7 +200,7 @@ def policy_gradient(
 def _micro_batches(
     model: nn.Module, batch: SequenceBatch, size: int, runtime: Runtime
 ) -> Iterator[MicroBatch]:
-    how: dict[str, Any] = {"packed": packs(model), "step": token_step(model)}
+    how: dict[str, Any] = {"packed": packs(model), "step": getattr(model, "token_step", 1)}
     shares = dispatch(batch, runtime.rank, runtime.world, size, **how)
     for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
         keep_unsharded(model, runtime.keep_unsharded, last=not left)

@@ -9,7 +9,7 @@ saved needlessly.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,7 +36,6 @@ from trainer_bridge.models.adapters.lora import (
     is_adapter,
     target_names,
 )
-from trainer_bridge.models.exact_passes import backward_products, recomputation
 from trainer_bridge.models.files.initial import (
     CheckpointFiles,
     open_weights,
@@ -46,6 +45,7 @@ from trainer_bridge.models.moe import NAME as EXPERTS
 from trainer_bridge.models.moe import check_widths, register_experts, route_in_fp32
 from trainer_bridge.models.packing import pack_if_possible
 from trainer_bridge.models.runtime import Runtime, side_by_side
+from trainer_bridge.ops.exact import engine_products
 from trainer_bridge.ops.token_scores import score_in_head
 from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
@@ -190,7 +190,7 @@ def run_backward(model: nn.Module, loss: Tensor) -> None:
         for param in getattr(group, "_fsdp_params_with_wider_grad_dtype", ()):
             if param._unsharded_param.grad is None:
                 param._unsharded_param.grad_dtype = None
-    with backward_products(model, loss.device):
+    with getattr(model, "backward_products", nullcontext)():  # see `add_totals`
         loss.backward()
 
 
@@ -262,10 +262,19 @@ def meta_model(
     if config.activation_checkpointing == "layers":
         # Renamed in later releases of transformers 5; version 6 only has the new name.
         enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)(recomputation(config))
+        (enable or model.gradient_checkpointing_enable)(_recomputation(config))
     elif config.activation_checkpointing == "mlp":
-        _recompute_mlps(model, recomputation(config))
+        _recompute_mlps(model, _recomputation(config))
     return model
+
+
+def _recomputation(config: TrainerConfig) -> dict[str, Any]:
+    """Return the arguments of torch's `checkpoint`: what it recomputes has forward's products."""
+    how: dict[str, Any] = {"use_reentrant": False}
+    if config.exact:
+        products = partial(engine_products, torch.device(config.device))
+        how["context_fn"] = lambda: (nullcontext(), products())
+    return how
 
 
 def _without_noise(owner: Any) -> None:

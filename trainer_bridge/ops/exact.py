@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.chain_product import chain_product
 from rollout.ops.experts import Routing, expert_products, weighted_sum
 from rollout.ops.product_probe import define_products as define_engine_products
 from rollout.ops.product_probe import is_probed
@@ -90,15 +89,15 @@ def _sum_of_ranks(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) ->
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply x [T, K] by the transposed weight [N, K], by the library or by `_ChainProduct`."""
+    """Multiply x [T, K] by the transposed weight [N, K], by the library or by `chain_product`."""
     if product_key(weight, bias, False) in chained:
-        return _ChainProduct.apply(x, weight, bias)
+        return _Product.apply(x, weight, bias, False)
     return engine_linear(x, weight, bias)
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
     """Multiply x [T, K] by a router's transposed weight [E, K]; with `wide`, in fp32."""
-    return _WideLinear.apply(x, weight) if wide else linear(x, weight, None)
+    return _Product.apply(x, weight, None, True) if wide else linear(x, weight, None)
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -197,6 +196,19 @@ def silu(x: Tensor) -> Tensor:
     return _Silu.apply(x)
 
 
+@torch.no_grad()
+def rotary_rows(
+    positions: Tensor, frequencies: Tensor, scale: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of the engine's rotary tables at positions [1, T], both [1, T, D].
+
+    They have the dtype of `like`.
+    """
+    angles = positions[..., None].float() * frequencies.to(like.device)
+    cos, sin = ((part * scale).to(like.dtype) for part in (angles.cos(), angles.sin()))
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """Sequences that are packed end to end.
@@ -251,20 +263,25 @@ def attention(
     return out
 
 
-class _ChainProduct(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """A product of the engine, for which autograd has no gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool = False
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return chain_product(x, weight, bias)
+        return engine_linear(x, weight, bias, wide=wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (to_x, to_weight, to_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight), (to_x, to_weight, to_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         return (
-            grad @ weight if to_x else None,
-            grad.t() @ x if to_weight else None,
+            (grad @ weight.to(grad.dtype)).to(x.dtype) if to_x else None,
+            (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if to_weight else None,
             grad.sum(0) if to_bias else None,
+            None,
         )
 
 
@@ -350,19 +367,6 @@ class _Silu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors)
-
-
-class _WideLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return engine_linear(x, weight, wide=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return (grad @ weight.float()).to(x.dtype), (grad.t() @ x.float()).to(weight.dtype)
 
 
 class _Route(torch.autograd.Function):

@@ -35,7 +35,6 @@ from rollout.ops.log_softmax import (
 )
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import same_products
-from rollout.tap import tap
 from trainer_bridge.ops.exact import linear
 from trainer_bridge.ops.gradient_sums import Total, add_product, totals_of
 
@@ -91,9 +90,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.total, ctx.slices = total, list(_slices(hidden, weight, total))
         ctx.products = same_products(hidden.device)
         parts = [
-            reduce_logits(
-                tap("logits", _logits(hidden, weight[start:stop])), target, start, temperature, impl
-            )
+            reduce_logits(_logits(hidden, weight[start:stop]), target, start, temperature, impl)
             for start, stop in ctx.slices
         ]
         return _scores(ctx, (hidden, weight, target), parts, temperature, impl)

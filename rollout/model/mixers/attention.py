@@ -20,7 +20,6 @@ from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts, MixerCon
 from rollout.ops.row_wise import linear, rms_norm
 from rollout.ops.torch_attention import Decode, StoredKV, TorchPlan, decode_bucket, torch_attention
 from rollout.ops.triton_attention import TritonPlan, triton_attention
-from rollout.tap import tap, tapped
 from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 
@@ -192,20 +191,15 @@ class Attention:
         q, k, v = heads.split((config.query_rows, config.num_kv_heads, config.num_kv_heads), dim=1)
         if config.output_gate:
             q, gate = q[:, 0::2], q[:, 1::2]
-        for name, rows in zip("qkv", (q, k, v), strict=True):
-            tap(name, rows)
         if self._q_norm is not None and self._k_norm is not None:
-            q = tap("q norm", rms_norm(q, self._q_norm, self._eps, zero_centred=self._centred))
-            k = tap("k norm", rms_norm(k, self._k_norm, self._eps, zero_centred=self._centred))
+            q = rms_norm(q, self._q_norm, self._eps, zero_centred=self._centred)
+            k = rms_norm(k, self._k_norm, self._eps, zero_centred=self._centred)
         at = batch if config.window is None else batch.sliding or batch
         q = self._pool.set_rotated_kv_buffer(
             self._layer, at.slots, q, k, v, batch.positions, self._rotary
         )
-        if tapped():
-            tap("rotary q", q)
-            tap("rotary k", self._kv.rows(at.slots)[0].to(q.dtype))
         self._kv.label(at.slots)
-        out = tap("attention", self._kv.attend(q, at.plan, self._scale))
+        out = self._kv.attend(q, at.plan, self._scale)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
         out = linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)

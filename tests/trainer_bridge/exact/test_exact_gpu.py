@@ -143,7 +143,8 @@ def test_trace_runs_both_sides_on_a_gpu_and_names_a_planted_fault(
     assert trace.first is None and trace.engine == trace.trainer == answer.logprobs
     monkeypatch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-7))
     first = trace_mismatch(tmp_path / "mismatch", device="cuda:0").first
-    assert first is not None and first.place == (0, "activation") and first.position == 0
+    assert first is not None and first.operation == "input of layers.0.mlp.down_proj"
+    assert min(first.unequal) == 0
 
 
 TWO = ("qwen2.5-0.5b", 1), ("qwen2.5-7b", 1), ("qwen3-30b-a3b", 1), ("qwen3-30b-a3b", 2)

@@ -61,10 +61,10 @@ def test_record_of_two_ranks_has_the_weights_and_the_unequal_sequence(tmp_path: 
         assert "of 1 tokens differ, first of token 3 of sequence 1" in text
         assert text.endswith(f"memsaver trace-mismatch {folder} names the operation")
     trace = trace_mismatch(folder, max_prefill_tokens=16)
-    assert (trace.sequence.number, trace.sequence.places) == (1, [3])
-    assert trace.sequence.prompt_ids == PROMPTS[1]
+    assert (trace.record.sequence, trace.record.places) == (1, [3])
+    assert trace.record.prompt_ids == PROMPTS[1]
     assert batch.rollout_logprobs is not None
-    assert trace.engine == trace.trainer == trace.sequence.trainer == batch.rollout_logprobs[1]
+    assert trace.engine == trace.trainer == trace.record.trainer == batch.rollout_logprobs[1]
     assert trace.first is None and len(trace.compared) > 30
 
 
