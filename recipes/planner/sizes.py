@@ -1,5 +1,6 @@
 """Sizes of GPUs, as measured, and of the engine, computed from the model's config."""
 
+import dataclasses
 import math
 import re
 import tempfile
@@ -20,15 +21,16 @@ from recipes.setup.model_files import meta_model
 from recipes.setup.pool import (
     check_overlap,
     demanded_tokens,
+    engine_config,
     pool_grows,
     rank_kv_layout,
     rank_weights,
-    state_bytes,
     tokens_in_share,
 )
 from rollout.config import first_tokens
 from rollout.model import ModelConfig, load_model_config, rank_groups
 from rollout.parallel import STAGING_BYTES
+from rollout.pool_size import PoolSizeError, RankBytes
 from trainer_bridge.sync import MESSAGE_BYTES
 
 GIB = 1 << 30
@@ -119,7 +121,7 @@ def engine_sizes(
     """
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.hosted
+    engine, size, hosted = recipe.engine, recipe.engine.tensor_parallel_size, recipe.engine.hosted
     known = _known(model)
     if known is None:  # Assume an even share of the parameters.
         parameters = sum(param.numel() for param in model.parameters())
@@ -130,28 +132,24 @@ def engine_sizes(
         own = rank_weights(recipe, known, dtype)
         weights = hosted_weights(known, dtype, size) if hosted else own
         hidden = known.hidden_size
-        experts = recipe.engine.expert_parallel
-        widths = max((mlp.widths(hidden, size, experts) for mlp in known.mlps), key=sum)
+        widths = max(
+            (mlp.widths(hidden, size, engine.expert_parallel) for mlp in known.mlps), key=sum
+        )
     kv_layout = rank_kv_layout(recipe, model.config, dtype)
     check_overlap(recipe, kv_layout)
-    states, tokens = state_bytes(recipe, kv_layout), recipe.engine.kv_tokens
-    if tokens is None:
-        tokens = demanded_tokens(recipe, prompt_tokens)
-        if not hosted:
-            share = tokens_in_share(recipe, kv_layout, weights, gpu.total, prompt_tokens)
-            tokens = max(0, share)
-    padded = tokens + recipe.engine.page_size
-    kv_cache = round_up(padded * kv_layout.bytes_per_token + states, PAGE)
+    tokens = _tokens(recipe, known, gpu, prompt_tokens)
+    prefill = min(engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
+    if known is None or hosted:
+        logits = engine.max_running * fields["vocab_size"] * LOGITS
+        inner = sum(widths) + 8 * fields["hidden_size"]
+        step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
+        kv_cache = (tokens + engine.page_size) * kv_layout.bytes_per_token
+    else:
+        config = engine_config(recipe, prompt_tokens)
+        rank = RankBytes(known, dataclasses.replace(config, max_prefill_tokens=prefill), dtype)
+        step, kv_cache = rank.step(filters=False), rank.kv_cache(tokens)
     if hosted:
-        layers = fields["num_hidden_layers"]
-        kv_cache = hosted_pool(recipe, kv_layout, padded * kv_layout.bytes_per_token, layers)
-    running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
-    inner = sum(widths) + 8 * fields["hidden_size"]
-    prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
-    logits = running * vocabulary * (LOGITS if hosted else 4)
-    if size > 1 and not hosted:  # The rank's columns, those of all ranks, and the joined rows.
-        logits += running * vocabulary * dtype.itemsize * (2 * size + 1) // size
-    step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
+        kv_cache = hosted_pool(recipe, kv_layout, kv_cache, fields["num_hidden_layers"])
     if exact and size > 2:  # gathered partial sums, and two sums that are smaller
         step += 2 * STAGING_BYTES
     # The plan counts memory that a hosted engine holds outside of its tags as contexts.
@@ -159,7 +157,7 @@ def engine_sizes(
     idle += STAGING_BYTES if graphs and size > 1 else 0
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
-        kv_cache=kv_cache,
+        kv_cache=round_up(kv_cache, PAGE),
         grows=pool_grows(recipe, kv_layout),
         **_growing(recipe, kv_layout, tokens, prompt_tokens),
         cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if graphs else 0,
@@ -167,6 +165,18 @@ def engine_sizes(
         generating=idle + gpu.workspace + round_up(step, PAGE),
     )
     return sizes, tokens, kv_layout.bytes_per_token
+
+
+def _tokens(recipe: Recipe, model: ModelConfig | None, gpu: Gpu, prompt_tokens: int) -> int:
+    """Return the tokens of the KV pool, as in a run: those that fit if a request does not."""
+    if recipe.engine.kv_tokens is not None:
+        return recipe.engine.kv_tokens
+    if model is None or recipe.engine.hosted:
+        return demanded_tokens(recipe, prompt_tokens)
+    try:
+        return tokens_in_share(recipe, model, gpu.total, prompt_tokens)
+    except PoolSizeError as error:
+        return error.tokens
 
 
 def _growing(
