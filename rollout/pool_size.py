@@ -26,10 +26,10 @@ from rollout.weights.store import arena_nbytes
 CPU_TOKENS = 4096  # of a pool on a CPU, whose memory other programs use, too
 WITH_SAVER, ALONE = 0.9, 0.4  # shares of the free memory, see `Engine.from_pretrained`
 _WORKSPACE = 32 << 20  # of cuBLAS on Hopper; the graphs have one, and the other steps one
-_SMALL = 2 << 20  # segment of torch for tensors of less than 1 MiB
+_SMALL, _SEGMENT = 2 << 20, 20 << 20  # segments of torch for tensors below 1 MiB, and above
 # Bytes of a filtered logit when `keep_top` sums sorted probabilities: five fp32 tensors of
 # `_choose_torch` and `_draw`, values and order of the sort, two fp64 sums, a mask, and the result.
-_FILTERED = 5 * 4 + 4 + 8 + 2 * 8 + 1 + 4
+FILTERED = 5 * 4 + 4 + 8 + 2 * 8 + 1 + 4
 
 
 class PoolSizeError(ValueError):
@@ -75,18 +75,19 @@ class RankBytes:
 
     def kv_cache(self, tokens: int) -> int:
         """Return the bytes of a pool of `tokens` tokens, padding pages and states included."""
-        config, page, stored = self.config, self.config.page_size, len(self.layout.kinds)
-        stored -= len(self.layout.layers("linear"))
+        config, page = self.config, self.config.page_size
+        stored = len(self.layout.layers("full", "sliding", "mla"))
         row = self.layout.bytes_per_token // stored
         if config.double_sparsity is not None:
             labels = self.layout.rows["k"][0] * config.double_sparsity.heavy_channel_num
             row += labels * self.dtype.itemsize
         window = window_tokens(self.layout, config, tokens)
-        sliding = 0 if window is None else len(self.layout.layers("sliding"))
-        rows = (stored - sliding) * (tokens + page) + sliding * ((window or 0) + page)
+        rows = stored * (tokens + page)
+        if window is not None:
+            rows -= len(self.layout.layers("sliding")) * (tokens - window)
         return rows * row + (config.state_slots + 1) * self.layout.state_bytes
 
-    def step(self, *, filters: bool) -> int:
+    def step(self, per_logit: int = 0) -> int:
         """Return the bytes of the temporaries of a step, which has a prefill and decodes.
 
         The forward makes a layer's temporaries and leaves logits in the model's dtype. Sampling
@@ -94,39 +95,38 @@ class RankBytes:
         filters to fp32. Ranks have their columns, those of all ranks, and joined rows before.
 
         Args:
-            filters: Whether all samples have top-k or top-p.
+            per_logit: Further bytes of a logit, such as `FILTERED` if all samples have filters.
         """
-        config, ranks = self.config, self.config.tensor_parallel_size
-        copies = 2 if ranks == 1 else 4
-        per_logit = copies * self.dtype.itemsize + (_FILTERED if filters else 0)
+        config = self.config
+        copies = 2 if config.tensor_parallel_size == 1 else 4
+        per_logit += copies * self.dtype.itemsize
         logits = config.max_running * self.model.vocab_size * per_logit
         rows = config.max_running + config.max_prefill_tokens
         return max(logits + _SMALL, self._forward(rows))
 
     @property
     def graphs(self) -> int:
-        """Return the bytes of CUDA graphs: logits, and the temporaries of a decode step."""
-        if not self.config.cuda_graphs:
-            return 0
+        """Return the bytes of CUDA graphs, without a workspace: logits, and segments of a step."""
         running = self.config.max_running
-        return running * self.model.vocab_size * self.dtype.itemsize + self._forward(running)
+        logits = running * self.model.vocab_size * self.dtype.itemsize
+        segments = round_up(self._forward(running), _SEGMENT) + _SMALL
+        return logits + segments if self.config.cuda_graphs else 0
 
     def _forward(self, rows: int) -> int:
         """Return the bytes of a layer's temporaries, and of the splits of decoding requests."""
         model, config = self.model, self.config
         hidden, size = model.hidden_size, config.tensor_parallel_size
-        one = self.layout.token_config(num_layers=1, size=1, page_size=1, device="cpu")
-        heads = max(getattr(mixer, "num_heads", 0) for mixer in model.mixers) // size
-        attention = heads * (max(width for _, width in one.rows.values()) + one.value_dim)
+        width = max(width for _, width in self.layout.rows.values())
+        heads = max((getattr(mixer, "num_heads", 0) for mixer in model.mixers), default=0) // size
         mlp = max(sum(mlp.widths(hidden, size, config.expert_parallel)) for mlp in model.mlps)
         longest = config.max_context_len or model.max_position_embeddings
-        splits = heads * split_count(longest) * (one.value_dim + 2) * torch.float32.itemsize
-        layer = (max(mlp, attention) + 8 * hidden) * self.dtype.itemsize
+        splits = heads * split_count(longest) * (width + 2) * torch.float32.itemsize
+        layer = (max(mlp, heads * 2 * width) + 8 * hidden) * self.dtype.itemsize
         return rows * layer + config.max_running * splits
 
     def taken(self, tokens: int) -> int:
         """Return all bytes of the rank with a pool of `tokens` tokens."""
-        fixed = self.weights + self.step(filters=True) + self.graphs + 2 * _WORKSPACE
+        fixed = self.weights + self.step(FILTERED) + self.graphs + 2 * _WORKSPACE
         if self.layout.dtype == FP4_DTYPE:  # A layer's cached rows are read as a dequantized copy.
             rows = sum(heads * width for heads, width in self.layout.rows.values())
             fixed += tokens * rows * self.dtype.itemsize
@@ -157,19 +157,23 @@ def pool_size(
             model's limit or 4,096 tokens.
         ValueError: The share is not in (0, 1].
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"gpu_share={share}: is no share of a GPU's memory; use 0.1 to 0.9")
-    rank, page = RankBytes(model, config, dtype), config.page_size
+    rank, page, budget = RankBytes(model, config, dtype), config.page_size, _bytes(share, total)
     most = range((1 << 31) // page - 1)  # Slots are int32.
-    pages = bisect_right(most, int(share * total), key=lambda n: rank.taken(n * page)) - 1
+    pages = bisect_right(most, budget, key=lambda n: rank.taken(n * page)) - 1
     longest = config.max_context_len or min(model.max_position_embeddings, CPU_TOKENS)
     if pages * page >= longest:
         return pages * page
     fixed, needed = rank.taken(0), rank.taken(round_up(longest, page))
-    why = f"weights, states and steps take {fixed} bytes of the share's {int(share * total)}, "
+    why = f"weights, states and steps take {fixed} bytes of the share's {budget}, "
     why += f"and one request of {longest} tokens takes {needed - fixed}"
     least = math.ceil(needed / total * 100) / 100
     raise PoolSizeError(share, why, least, max(0, pages) * page)
+
+
+def _bytes(share: float, total: int) -> int:
+    if 0 < share <= 1:
+        return int(share * total)
+    raise ValueError(f"gpu_share={share} must be above 0 and at most 1; use gpu_share=0.9")
 
 
 def free_share(device: torch.device, part: float) -> float:
@@ -203,7 +207,7 @@ def sized(
     total = torch.cuda.mem_get_info(device)[1]
     share = free_share(device, WITH_SAVER) if gpu_share is None else gpu_share
     # The free memory differs from rank to rank.
-    agreed = ranks.agree([int(share * total), total], device, "size of the KV pool")
+    agreed = ranks.agree([_bytes(share, total), total], device, "size of the KV pool")
     tokens = pool_size(model, config, agreed[1], agreed[0] / agreed[1], dtype)
     longest = config.max_context_len or model.max_position_embeddings
     most = round_up(config.max_running * longest, config.page_size)

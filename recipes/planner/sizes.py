@@ -28,7 +28,7 @@ from recipes.setup.pool import (
     tokens_in_share,
 )
 from rollout.config import first_tokens
-from rollout.model import ModelConfig, load_model_config, rank_groups
+from rollout.model import GatedConfig, ModelConfig, load_model_config, rank_groups
 from rollout.parallel import STAGING_BYTES
 from rollout.pool_size import PoolSizeError, RankBytes
 from trainer_bridge.sync import MESSAGE_BYTES
@@ -126,28 +126,16 @@ def engine_sizes(
     if known is None:  # Assume an even share of the parameters.
         parameters = sum(param.numel() for param in model.parameters())
         weights = parameters * dtype.itemsize // size
-        inner = fields["intermediate_size"] // size
-        widths = [2 * inner, inner]
     else:
         own = rank_weights(recipe, known, dtype)
         weights = hosted_weights(known, dtype, size) if hosted else own
-        hidden = known.hidden_size
-        widths = max(
-            (mlp.widths(hidden, size, engine.expert_parallel) for mlp in known.mlps), key=sum
-        )
     kv_layout = rank_kv_layout(recipe, model.config, dtype)
     check_overlap(recipe, kv_layout)
     tokens = _tokens(recipe, known, gpu, prompt_tokens)
     prefill = min(engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
-    if known is None or hosted:
-        logits = engine.max_running * fields["vocab_size"] * LOGITS
-        inner = sum(widths) + 8 * fields["hidden_size"]
-        step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
-        kv_cache = (tokens + engine.page_size) * kv_layout.bytes_per_token
-    else:
-        config = engine_config(recipe, prompt_tokens)
-        rank = RankBytes(known, dataclasses.replace(config, max_prefill_tokens=prefill), dtype)
-        step, kv_cache = rank.step(filters=False), rank.kv_cache(tokens)
+    config = dataclasses.replace(engine_config(recipe, prompt_tokens), max_prefill_tokens=prefill)
+    rank = RankBytes(known or _dense(model.config), config, dtype)
+    step, kv_cache = rank.step(LOGITS if hosted else 0), rank.kv_cache(tokens)
     if hosted:
         kv_cache = hosted_pool(recipe, kv_layout, kv_cache, fields["num_hidden_layers"])
     if exact and size > 2:  # gathered partial sums, and two sums that are smaller
@@ -160,7 +148,7 @@ def engine_sizes(
         kv_cache=round_up(kv_cache, PAGE),
         grows=pool_grows(recipe, kv_layout),
         **_growing(recipe, kv_layout, tokens, prompt_tokens),
-        cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if graphs else 0,
+        cuda_graph=round_up(rank.graphs + gpu.workspace, PAGE) if graphs else 0,
         idle=idle,
         generating=idle + gpu.workspace + round_up(step, PAGE),
     )
@@ -204,26 +192,26 @@ def _known(model: Any) -> ModelConfig | None:
             return None
 
 
-def _graphs(
-    recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype, widths: list[int]
-) -> int:
-    """Return the bytes of CUDA graphs: logits, cuBLAS's workspace and one layer's activations."""
-    running = recipe.engine.max_running
-    pool = CachingAllocator()
-    pool.allocate("workspace", gpu.workspace)
-    pool.allocate("small", 1)
-    for number, width in enumerate((*widths, fields["hidden_size"])):
-        pool.allocate(f"block {number}", running * width * dtype.itemsize)
-    return round_up(
-        round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE
+def _dense(config: Any) -> ModelConfig:
+    """Return a model of the same widths with a dense layer, in place of an unsupported model."""
+    return ModelConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        rms_norm_eps=0.0,
+        max_position_embeddings=0,
+        tie_word_embeddings=False,
+        mixers=(),
+        mlps=(GatedConfig(inner=config.intermediate_size),),
+        stop_token_ids=frozenset(),
+        hf_config=config,
     )
 
 
 # Measured with vLLM 0.24 asleep at the Qwen2.5-7B shape, with context and graphs of 51 sizes: 15.93
 # GiB of an H100 were in use, 14.2 of them by others (docs/planner.md). SGLang is not measured.
 OUTSIDE = 1772 * MIB
-# Bytes for each logit: bf16, and in fp32 the logit, log-probability, probability and noise.
-LOGITS = 18
+# Bytes for each logit beside bf16: in fp32 the logit, log-probability, probability and noise.
+LOGITS = 16
 _PADDED = 64  # Hosted engines pad the vocabulary to a multiple of 64 rows.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 

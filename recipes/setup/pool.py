@@ -16,8 +16,10 @@ from rollout.model import ModelConfig, rank_groups, rank_layout
 from rollout.pool_size import CPU_TOKENS, WITH_SAVER, PoolSizeError
 from rollout.weights import arena_nbytes
 
-SIZES = ("page_size", "max_running", "max_prefill_tokens", "cuda_graphs", "kv_cache_dtype")
-SIZES += ("tensor_parallel_size", "expert_parallel", "prefix_states")
+SIZES = (
+    *("page_size", "max_running", "max_prefill_tokens", "cuda_graphs", "kv_cache_dtype"),
+    *("tensor_parallel_size", "expert_parallel", "prefix_states"),
+)
 """Keys of the section `engine` that are fields of the native engine's `EngineConfig`."""
 
 

@@ -15,7 +15,7 @@ import torch
 from rollout import DoubleSparsity, Engine, EngineConfig, SamplingParams, pool_size
 from rollout.model import ModelConfig, load_model_config
 from rollout.parallel import TensorParallel
-from rollout.pool_size import CPU_TOKENS, PoolSizeError, RankBytes, sized
+from rollout.pool_size import CPU_TOKENS, FILTERED, PoolSizeError, RankBytes, sized
 from tests.helpers.models import MLA, save_tiny
 
 PAGE = 4096  # bytes, of the host backend
@@ -102,22 +102,28 @@ def test_step_with_more_rows_tokens_or_filters_takes_more(tmp_path: Path) -> Non
     model, config = model_of(tmp_path), EngineConfig(max_running=4096)
     wide = replace(model, vocab_size=150_000)
 
-    def step(dtype: torch.dtype = torch.bfloat16, filters: bool = False, **changes: Any) -> int:
-        return RankBytes(wide, replace(config, **changes), dtype).step(filters=filters)
+    def step(dtype: torch.dtype = torch.bfloat16, per_logit: int = 0, **changes: Any) -> int:
+        return RankBytes(wide, replace(config, **changes), dtype).step(per_logit)
 
     logits = 4096 * wide.vocab_size
     assert step() - step(max_running=2048) == logits // 2 * 2 * 2  # two copies of bf16
     assert step(torch.float32) - step() == logits * 2 * 2
-    assert step(filters=True) - step() > 50 * logits
+    assert step(per_logit=FILTERED) - step() == FILTERED * logits
     assert step(tensor_parallel_size=2) - step() == logits * 2 * 2  # all ranks' and joined rows
     few = {"max_running": 1}
     assert step(max_prefill_tokens=1 << 20, **few) > 100 * step(max_prefill_tokens=1 << 10, **few)
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, 90, math.nan])
-def test_share_that_is_none_is_refused(share: float, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no share of a GPU's memory; use 0.1 to 0.9"):
-        pool_size(model_of(tmp_path), EngineConfig(), 80 << 30, share)
+def test_share_outside_of_its_range_is_refused(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gpu, ranks = model_of(tmp_path), torch.device("cuda:0"), TensorParallel(1, None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 << 30, 80 << 30))
+    with pytest.raises(ValueError, match=rf"gpu_share={share} must be above 0 and at most 1; use"):
+        pool_size(model, EngineConfig(), 80 << 30, share)
+    with pytest.raises(ValueError, match=rf"gpu_share={share} must be above 0 and at most 1; use"):
+        sized(EngineConfig(), model, torch.bfloat16, gpu, share, ranks)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def test_default_pool_of_a_gpu_leaves_room_and_serves_filtered_requests(tmp_path
     params = SamplingParams(max_tokens=4, n=16, top_p=0.9, top_k=1000, ignore_eos=True)
     engine.generate([[1, 2, 3]], params)
     workspace = 32 << 20  # of cuBLAS
-    assert torch.cuda.max_memory_allocated(gpu) - idle <= rank.step(filters=True) + workspace
+    assert torch.cuda.max_memory_allocated(gpu) - idle <= rank.step(FILTERED) + workspace
     shared = Engine.from_pretrained(tmp_path, gpu, torch.bfloat16, max_running=16, gpu_share=0.05)
     assert shared.config.kv_tokens is not None
     assert shared.cache.pool.nbytes <= 0.05 * total
