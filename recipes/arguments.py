@@ -11,6 +11,7 @@ from recipes.importing import NamedFunction, absolute_name
 from recipes.loops.grpo import GrpoLoop
 from recipes.loops.loop import Loop
 from recipes.loops.ppo import PpoLoop
+from recipes.setup.pool import SIZES
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from rollout.tag_names import TAGS as ENGINE_TAGS
@@ -117,11 +118,10 @@ def policy_loss(recipe: Recipe) -> PolicyLoss:
 def engine_arguments(setup: Setup) -> dict[str, Any]:
     """Return the arguments of `Engine.from_pretrained` besides model and device."""
     recipe, section = setup.recipe, setup.recipe.engine
-    names = ["kind", "page_size", "max_running", "max_prefill_tokens", "cuda_graphs"]
-    if section.kind != "sglang":
-        names.append("tensor_parallel_size")
-    if not section.hosted:
-        names += ["kv_cache_dtype", "expert_parallel", "prefix_states"]
+    names = ["kind", *SIZES]
+    if section.hosted:
+        names = ["kind", "page_size", "max_running", "max_prefill_tokens", "cuda_graphs"]
+        names += ["tensor_parallel_size"] if section.kind == "vllm" else []
     options = {name: getattr(section, name) for name in names} | {
         "dtype": recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,

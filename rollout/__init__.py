@@ -4,6 +4,7 @@ from rollout.config import DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.model.double_sparsity import heavy_channels
+from rollout.pool_size import pool_size
 from rollout.protocols import Progress, Rollout, UpdatableEngine
 from rollout.requests import Completion, SamplingParams
 from rollout.streaming import Arrival, StreamingEngine
@@ -22,4 +23,5 @@ __all__ = [
     "UpdatableEngine",
     "WeightUpdateError",
     "heavy_channels",
+    "pool_size",
 ]

@@ -1,5 +1,6 @@
 """Configuration of an engine, validated on construction."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -157,7 +158,8 @@ class EngineConfig:
     """Sizes and policies of one engine.
 
     Attributes:
-        kv_tokens: Tokens in the KV pool of one rank; a multiple of `page_size`.
+        kv_tokens: Tokens in the KV pool of one rank; a multiple of `page_size`. None: the engine
+            sizes the pool when it is built (`Engine`).
         window_tokens: Tokens in the pool of the sliding layers, in a model that mixes them with
             full layers; a multiple of `page_size`. None: enough for `max_running` windows and
             `max_prefill_tokens` more, at most `kv_tokens`.
@@ -205,7 +207,7 @@ class EngineConfig:
             1: every rank has inner channels of every expert.
     """
 
-    kv_tokens: int = 4096
+    kv_tokens: int | None = None
     window_tokens: int | None = None
     page_size: int = 16
     max_running: int = 64
@@ -229,16 +231,18 @@ class EngineConfig:
     expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        counts = ("kv_tokens", "page_size", "max_running", "max_prefill_tokens")
+        counts = ("page_size", "max_running", "max_prefill_tokens")
         check_counts(self, *counts, "tensor_parallel_size", "expert_parallel")
+        if self.kv_tokens is not None:
+            check_counts(self, "kv_tokens")
         check_counts(self, "prefix_states", least=0)
         for key in ("kv_tokens", "window_tokens"):
             whole = round_up(getattr(self, key) or 0, self.page_size)
             rule = f"is not a multiple of page_size={self.page_size}; use {key}={whole}"
             check_option(self, key, getattr(self, key) in (None, whole), rule)
+        window, most = self.window_tokens, self.kv_tokens or math.inf
         rule = f"must be in 1..kv_tokens={self.kv_tokens}"
-        window = self.window_tokens
-        check_option(self, "window_tokens", window is None or 0 < window <= self.kv_tokens, rule)
+        check_option(self, "window_tokens", window is None or 0 < window <= most, rule)
         longest = self.max_context_len
         rule = "has no room for a prompt and one token; raise it"
         check_option(self, "max_context_len", longest is None or longest >= 2, rule)

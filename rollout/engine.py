@@ -27,6 +27,7 @@ from rollout.model.loading import differences, load_model_config, read_buffers
 from rollout.model.model_folder import iter_checkpoint
 from rollout.ops.product_probe import define_products, is_probed, probe_products
 from rollout.parallel import TensorParallel
+from rollout.pool_size import ALONE, free_share, sized
 from rollout.protocols import Progress
 from rollout.requests import Completion, SamplingParams
 from rollout.serving.kv_cache import Cache
@@ -69,9 +70,14 @@ class Engine(EngineBase):
         saver: Saver on whose tags the memory lies; it also chooses the device.
         group: Process group of the tensor-parallel ranks. Its timeout limits the wait for a rank
             that failed.
+        gpu_share: Without `config.kv_tokens`, share of the GPU's memory for weights, KV cache,
+            steps and CUDA graphs (`pool_size`); None: 0.9 of the memory that is free now. The pool
+            has no more tokens than `max_running` requests of the longest length. On a CPU it has
+            4,096 tokens, or `max_context_len` if that is more.
 
     Attributes:
         store: The weights.
+        config: Sizes and policies, with the tokens of the pool.
 
     Raises:
         ValueError: The configuration does not fit the model, or differs between ranks.
@@ -89,6 +95,7 @@ class Engine(EngineBase):
         dtype: torch.dtype,
         saver: MemorySaver,
         group: ProcessGroup | None = None,
+        gpu_share: float | None = None,
     ) -> None:
         _check_experts(model, config)
         if config.fp32_router:
@@ -98,7 +105,7 @@ class Engine(EngineBase):
         self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=bool(config.exact))
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
-        self.config = config
+        self.config = config = sized(config, model, dtype, saver.device, gpu_share, self._ranks)
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         self._found_products = ""
@@ -136,10 +143,11 @@ class Engine(EngineBase):
         path: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        kv_tokens: int = 4096,
+        kv_tokens: int | None = None,
         saver: MemorySaver | None = None,
         load_weights: bool = True,
         group: ProcessGroup | None = None,
+        gpu_share: float | None = None,
         **engine_config: Any,
     ) -> Self:
         """Build an engine for a model, and load its weights as version 0.
@@ -148,11 +156,13 @@ class Engine(EngineBase):
             path: Model directory, or ORG/NAME of the Hub.
             device: Device of the engine.
             dtype: Dtype of weights and computation.
-            kv_tokens: Tokens in the KV pool.
+            kv_tokens: Tokens in the KV pool; None: as many as fit `gpu_share`, or 4,096 on a CPU.
             saver: Saver on whose tags the memory lies; None: a new one.
             load_weights: False reads no weights, and the files may be missing. The weights are then
                 undefined until an update commits.
             group: Process group of the tensor-parallel ranks.
+            gpu_share: Share of the GPU's memory, see `Engine`. None: 0.9 of the memory that is free
+                now; without a saver 0.4 of it, because a trainer that is built later needs room.
             **engine_config: Further fields of `EngineConfig`.
 
         Returns:
@@ -166,11 +176,14 @@ class Engine(EngineBase):
         model = load_model_config(path)
         if saver is None:
             saver = MemorySaver(device=device)
+            if (kv_tokens, gpu_share) == (None, None) and saver.device.type == "cuda":
+                gpu_share = free_share(saver.device, ALONE)
         elif saver.device.type != torch.device(device).type:
             raise ValueError(
                 f"device={device} but the saver is on {saver.device}; use one device for both"
             )
-        engine = cls(model, config, dtype=dtype, saver=saver, group=group)
+        given: Any = {"dtype": dtype, "saver": saver, "group": group, "gpu_share": gpu_share}
+        engine = cls(model, config, **given)
         if load_weights:
             engine.load(path)
         else:
@@ -703,6 +716,7 @@ def _check_experts(model: ModelConfig, config: EngineConfig) -> None:
 
 def _context_len(model: ModelConfig, config: EngineConfig) -> int:
     if config.max_context_len is None:
+        assert config.kv_tokens is not None, "the engine sizes the pool"
         return min(model.max_position_embeddings, config.kv_tokens)
     if config.max_context_len > model.max_position_embeddings:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Sizes of GPUs, as measured, and of the engine, computed from the model's config."""
 
+import dataclasses
 import math
 import re
 import tempfile
@@ -20,15 +21,16 @@ from recipes.setup.model_files import meta_model
 from recipes.setup.pool import (
     check_overlap,
     demanded_tokens,
+    engine_config,
     pool_grows,
     rank_kv_layout,
     rank_weights,
-    state_bytes,
     tokens_in_share,
 )
 from rollout.config import first_tokens
-from rollout.model import ModelConfig, load_model_config, rank_groups
+from rollout.model import GatedConfig, ModelConfig, load_model_config, rank_groups
 from rollout.parallel import STAGING_BYTES
+from rollout.pool_size import PoolSizeError, RankBytes
 from trainer_bridge.sync import MESSAGE_BYTES
 
 GIB = 1 << 30
@@ -119,39 +121,23 @@ def engine_sizes(
     """
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.hosted
+    engine, size, hosted = recipe.engine, recipe.engine.tensor_parallel_size, recipe.engine.hosted
     known = _known(model)
     if known is None:  # Assume an even share of the parameters.
         parameters = sum(param.numel() for param in model.parameters())
         weights = parameters * dtype.itemsize // size
-        inner = fields["intermediate_size"] // size
-        widths = [2 * inner, inner]
     else:
         own = rank_weights(recipe, known, dtype)
         weights = hosted_weights(known, dtype, size) if hosted else own
-        hidden = known.hidden_size
-        experts = recipe.engine.expert_parallel
-        widths = max((mlp.widths(hidden, size, experts) for mlp in known.mlps), key=sum)
     kv_layout = rank_kv_layout(recipe, model.config, dtype)
     check_overlap(recipe, kv_layout)
-    states, tokens = state_bytes(recipe, kv_layout), recipe.engine.kv_tokens
-    if tokens is None:
-        tokens = demanded_tokens(recipe, prompt_tokens)
-        if not hosted:
-            share = tokens_in_share(recipe, kv_layout, weights, gpu.total, prompt_tokens)
-            tokens = max(0, share)
-    padded = tokens + recipe.engine.page_size
-    kv_cache = round_up(padded * kv_layout.bytes_per_token + states, PAGE)
+    tokens = _tokens(recipe, known, gpu, prompt_tokens)
+    prefill = min(engine.max_prefill_tokens, recipe.prompts_per_step * prompt_tokens)
+    config = dataclasses.replace(engine_config(recipe, prompt_tokens), max_prefill_tokens=prefill)
+    rank = RankBytes(known or _dense(model.config), config, dtype)
+    step, kv_cache = rank.step(LOGITS if hosted else 0), rank.kv_cache(tokens)
     if hosted:
-        layers = fields["num_hidden_layers"]
-        kv_cache = hosted_pool(recipe, kv_layout, padded * kv_layout.bytes_per_token, layers)
-    running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
-    inner = sum(widths) + 8 * fields["hidden_size"]
-    prefill = min(recipe.engine.max_prefill_tokens, recipe.prompts_per_step * prompt_tokens)
-    logits = running * vocabulary * (LOGITS if hosted else 4)
-    if size > 1 and not hosted:  # The rank's columns, those of all ranks, and the joined rows.
-        logits += running * vocabulary * dtype.itemsize * (2 * size + 1) // size
-    step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
+        kv_cache = hosted_pool(recipe, kv_layout, kv_cache, fields["num_hidden_layers"])
     if exact and size > 2:  # gathered partial sums, and two sums that are smaller
         step += 2 * STAGING_BYTES
     # The plan counts memory that a hosted engine holds outside of its tags as contexts.
@@ -159,14 +145,26 @@ def engine_sizes(
     idle += STAGING_BYTES if graphs and size > 1 else 0
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
-        kv_cache=kv_cache,
+        kv_cache=round_up(kv_cache, PAGE),
         grows=pool_grows(recipe, kv_layout),
         **_growing(recipe, kv_layout, tokens, prompt_tokens),
-        cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if graphs else 0,
+        cuda_graph=round_up(rank.graphs + gpu.workspace, PAGE) if graphs else 0,
         idle=idle,
         generating=idle + gpu.workspace + round_up(step, PAGE),
     )
     return sizes, tokens, kv_layout.bytes_per_token
+
+
+def _tokens(recipe: Recipe, model: ModelConfig | None, gpu: Gpu, prompt_tokens: int) -> int:
+    """Return the tokens of the KV pool, as in a run: those that fit if a request does not."""
+    if recipe.engine.kv_tokens is not None:
+        return recipe.engine.kv_tokens
+    if model is None or recipe.engine.hosted:
+        return demanded_tokens(recipe, prompt_tokens)
+    try:
+        return tokens_in_share(recipe, model, gpu.total, prompt_tokens)
+    except PoolSizeError as error:
+        return error.tokens
 
 
 def _growing(
@@ -194,26 +192,26 @@ def _known(model: Any) -> ModelConfig | None:
             return None
 
 
-def _graphs(
-    recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype, widths: list[int]
-) -> int:
-    """Return the bytes of CUDA graphs: logits, cuBLAS's workspace and one layer's activations."""
-    running = recipe.engine.max_running
-    pool = CachingAllocator()
-    pool.allocate("workspace", gpu.workspace)
-    pool.allocate("small", 1)
-    for number, width in enumerate((*widths, fields["hidden_size"])):
-        pool.allocate(f"block {number}", running * width * dtype.itemsize)
-    return round_up(
-        round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE
+def _dense(config: Any) -> ModelConfig:
+    """Return a model of the same widths with a dense layer, in place of an unsupported model."""
+    return ModelConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        rms_norm_eps=0.0,
+        max_position_embeddings=0,
+        tie_word_embeddings=False,
+        mixers=(),
+        mlps=(GatedConfig(inner=config.intermediate_size),),
+        stop_token_ids=frozenset(),
+        hf_config=config,
     )
 
 
 # Measured with vLLM 0.24 asleep at the Qwen2.5-7B shape, with context and graphs of 51 sizes: 15.93
 # GiB of an H100 were in use, 14.2 of them by others (docs/planner.md). SGLang is not measured.
 OUTSIDE = 1772 * MIB
-# Bytes for each logit: bf16, and in fp32 the logit, log-probability, probability and noise.
-LOGITS = 18
+# Bytes for each logit beside bf16: in fp32 the logit, log-probability, probability and noise.
+LOGITS = 16
 _PADDED = 64  # Hosted engines pad the vocabulary to a multiple of 64 rows.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 

@@ -10,9 +10,17 @@ from kvcache import KVLayout, layout
 from memsaver.ops.layout import round_up
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, one_line, refused, shown
+from rollout import EngineConfig, pool_size
 from rollout.config import why_one_size
 from rollout.model import ModelConfig, rank_groups, rank_layout
+from rollout.pool_size import CPU_TOKENS, WITH_SAVER, PoolSizeError
 from rollout.weights import arena_nbytes
+
+SIZES = (
+    *("page_size", "max_running", "max_prefill_tokens", "cuda_graphs", "kv_cache_dtype"),
+    *("tensor_parallel_size", "expert_parallel", "prefix_states"),
+)
+"""Keys of the section `engine` that are fields of the native engine's `EngineConfig`."""
 
 
 def request_tokens(recipe: Recipe, longest_prompt: int) -> int:
@@ -48,30 +56,32 @@ def pool_fault(
     return fault, f"set {', or '.join(ways)}"
 
 
-SHARE = 0.9  # Largest share of a GPU for weights and pool, unless the recipe sets one.
-
-
 def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
     """Return the tokens of one device's KV pool.
 
-    `engine.kv_tokens` sets them. With `engine.mem_fraction_static`, weights, states and pool fill
-    that share of the GPU. Without either, the pool holds the requests that run together, as far as
-    0.9 of the GPU allows.
+    `engine.kv_tokens` sets them. Otherwise they are those of `tokens_in_share`, and on a CPU those
+    of the requests that run together.
 
     Raises:
         RecipeError: The engine cannot serve this model, or the pool does not fit.
     """
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    weights = rank_weights(recipe, model, dtype)
+    rank_weights(recipe, model, dtype)
     kv_layout = rank_kv_layout(recipe, model.hf_config, dtype)
     tokens = recipe.engine.kv_tokens
     if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
         tokens = demanded_tokens(recipe, longest_prompt)
     elif tokens is None:
-        tokens = _share(recipe, device, kv_layout, weights, longest_prompt)
+        tokens = _share(recipe, device, model, longest_prompt)
     check_overlap(recipe, kv_layout)
     _check_host_tier(recipe, kv_layout, tokens)
     return tokens
+
+
+def engine_config(recipe: Recipe, longest_prompt: int) -> EngineConfig:
+    """Return the sizes of the native engine, without the tokens of its pool."""
+    fields: dict[str, Any] = {name: getattr(recipe.engine, name) for name in SIZES}
+    return EngineConfig(max_context_len=longest_prompt + recipe.sampling.max_tokens, **fields)
 
 
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
@@ -141,49 +151,39 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
         raise refused("engine.tensor_parallel_size", size, one_line(error), 1) from None
 
 
-def state_bytes(recipe: Recipe, kv_layout: KVLayout) -> int:
-    """Return the bytes of a rank's states: of running requests, kept prefixes and padding."""
-    return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
+def tokens_in_share(recipe: Recipe, model: ModelConfig, total: int, longest_prompt: int) -> int:
+    """Return the tokens of a pool that shares part of a GPU of `total` bytes (`pool_size`).
 
+    With `engine.mem_fraction_static` the pool fills that share. Without it, the pool takes the
+    tokens that running requests can fill, within 0.9 of the GPU.
 
-def tokens_in_share(
-    recipe: Recipe, kv_layout: KVLayout, weights: int, total: int, longest_prompt: int
-) -> int:
-    """Return the tokens of a pool that shares part of a GPU with weights and states.
-
-    With `engine.mem_fraction_static` the pool fills that share of `total` bytes. Without it, the
-    pool takes the tokens that running requests can fill, within 0.9 of the GPU. A result of less
-    than one page means that the pool does not fit.
+    Raises:
+        PoolSizeError: The pool would not hold the longest request.
     """
-    fraction = recipe.engine.mem_fraction_static
-    left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kv_layout)
-    pages = left // kv_layout.bytes_per_token // recipe.engine.page_size - 1  # One page is padding.
-    tokens = pages * recipe.engine.page_size
+    fraction, config = recipe.engine.mem_fraction_static, engine_config(recipe, longest_prompt)
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    tokens = pool_size(model, config, total, fraction or WITH_SAVER, dtype)
     return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
 
 
-def _share(
-    recipe: Recipe, device: str, kv_layout: KVLayout, weights: int, longest_prompt: int
-) -> int:
+def _share(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
     engine = recipe.engine
-    key = f"engine.mem_fraction_static={engine.mem_fraction_static or SHARE}"
+    key = f"engine.mem_fraction_static={engine.mem_fraction_static or WITH_SAVER}"
     if device == "cpu":
         rule = "is a share of a GPU's memory, and the device is a CPU"
         raise RecipeError(
-            f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}"
+            f"{key}: {rule}; set {in_tokens(recipe, round_up(CPU_TOKENS, engine.page_size))}"
         )
     total = torch.cuda.get_device_properties(device).total_memory
-    tokens = tokens_in_share(recipe, kv_layout, weights, total, longest_prompt)
-    states = state_bytes(recipe, kv_layout)
-    if tokens >= engine.page_size:
-        return tokens
-    holders = "the weights and states" if states else "the weights alone"
-    least = (weights + states + 2 * engine.page_size * kv_layout.bytes_per_token) / total
-    remedy = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
-    if least >= 0.98:
-        remedy = "set engine.tensor_parallel_size higher, or take a smaller model"
-    need = f"{holders} take {weights + states} bytes of the GPU's {total}"
-    raise RecipeError(f"{key}: {need}; {remedy}")
+    try:
+        return tokens_in_share(recipe, model, total, longest_prompt)
+    except PoolSizeError as error:
+        if error.tokens:  # `pool_fault` names the longest request.
+            return error.tokens
+        remedy = f"set engine.mem_fraction_static={error.least}"
+        if error.least >= 0.98:
+            remedy = "set engine.tensor_parallel_size higher, or take a smaller model"
+        raise RecipeError(f"{key}: {error.why}; {remedy}") from None
 
 
 def _check_host_tier(recipe: Recipe, kv_layout: KVLayout, tokens: int) -> None:

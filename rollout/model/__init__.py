@@ -2,6 +2,7 @@
 
 from rollout.model.decoder import (
     ExpertsConfig,
+    GatedConfig,
     ModelConfig,
     rank_groups,
     rank_layout,
@@ -27,6 +28,7 @@ from rollout.weights.params import Stored, spellings
 
 __all__ = [
     "ExpertsConfig",
+    "GatedConfig",
     "ModelConfig",
     "Routing",
     "Stored",

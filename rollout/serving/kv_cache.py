@@ -60,7 +60,8 @@ class Cache:
         self.sparsity = config.double_sparsity
         _check_dtype(self.layout, config)
         tokens, page, device = config.kv_tokens, config.page_size, saver.device
-        window, grows = window_tokens(self.layout, config), _grows(self.layout, config)
+        assert tokens is not None, "the engine sizes the pool"
+        window, grows = window_tokens(self.layout, config, tokens), _grows(self.layout, config)
         size: dict[str, Any] = {"size": tokens, "page_size": page, "device": device}
         if self.sparsity is None:
             size |= {"window_size": window, "slot_major": grows}
@@ -169,8 +170,11 @@ def _sparse_pool(
     return DoubleSparseTokenToKVPool(pool_config, sparsity.heavy_channel_num, saver, KV_CACHE)
 
 
-def window_tokens(kv_layout: KVLayout, config: EngineConfig) -> int | None:
-    """Return the tokens of the pool of sliding layers; None if the model needs no such pool."""
+def window_tokens(kv_layout: KVLayout, config: EngineConfig, tokens: int) -> int | None:
+    """Return the tokens of the pool of sliding layers; None if the model needs no such pool.
+
+    `tokens` are those of the pool of the full layers.
+    """
     if kv_layout.pool != "swa" or kv_layout.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(
@@ -182,4 +186,4 @@ def window_tokens(kv_layout: KVLayout, config: EngineConfig) -> int | None:
         return config.window_tokens
     windows = config.max_running * pages_across(kv_layout.sliding_window, config.page_size)
     chunk = round_up(config.max_prefill_tokens, config.page_size)
-    return min(config.kv_tokens, windows * config.page_size + chunk)
+    return min(tokens, windows * config.page_size + chunk)

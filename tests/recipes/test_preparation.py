@@ -16,16 +16,15 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import recipes
-from kvcache import layout
 from recipes.arguments import cycle_arguments, engine_arguments, open_pair, trainer_config
 from recipes.setup.model_files import TOY_TEMPLATE, describe_random_model, toy_tokenizer
+from recipes.setup.pool import engine_config
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.toy import TOY_WORDS
 from rollout import KVTiers
 from rollout.config import EngineConfig
-from rollout.model.decoder import rank_groups
 from rollout.model.loading import load_model_config
-from rollout.weights.store import arena_nbytes
+from rollout.pool_size import RankBytes
 from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import LoraConfig
 from trainer_bridge.coordinator import no_stage
@@ -166,16 +165,12 @@ def test_tensor_parallel_size_of_vllm_must_divide_its_heads(
 
 
 def check_share(setup: Setup) -> None:
-    """Check that weights, states, pool and padding fill the share up to less than a page."""
+    """Check that the engine fills the share up to less than a page."""
     recipe, model = setup.recipe, load_model_config(setup.model_dir)
-    dtype, ranks = getattr(torch, recipe.model.dtype), recipe.engine.tensor_parallel_size
-    kv_layout = layout(model.hf_config, dtype=dtype)
-    smaller = 1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize
-    token = kv_layout.bytes_per_token // ranks // smaller
-    used = arena_nbytes(rank_groups(model, 0, ranks), dtype)
-    used += (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
-    used += (setup.kv_tokens + 16) * token
-    assert used <= recipe.engine.mem_fraction_static * 80 * GIB < used + 16 * token
+    config = engine_config(recipe, setup.max_request_tokens - recipe.sampling.max_tokens)
+    rank = RankBytes(model, config, getattr(torch, recipe.model.dtype))
+    budget = recipe.engine.mem_fraction_static * 80 * GIB
+    assert rank.taken(setup.kv_tokens) <= budget < rank.taken(setup.kv_tokens + 16)
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0
 
 
@@ -184,7 +179,8 @@ def test_memory_fraction_covers_states_of_linear_layers(tmp_path: Path, gpu: Non
     setup = prepare(recipes.load("tiny", share), tmp_path)
     check_share(setup)
     with pytest.raises(
-        recipes.RecipeError, match="the weights and states take .* set engine.tensor_parallel_size"
+        recipes.RecipeError,
+        match="weights, states and steps take .* set engine.tensor_parallel_size",
     ):
         prepare(recipes.load("tiny", [*share, "engine.max_running=80000"]), tmp_path / "more")
 
@@ -224,14 +220,14 @@ def test_memory_fraction_below_the_weights_is_refused_with_the_least_value(
     tmp_path: Path, gpu: None
 ) -> None:
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.1"]
-    remedy = r"set engine.mem_fraction_static=0.18$"  # 14.2 of 80 GiB, and two pages
+    remedy = r"set engine.mem_fraction_static=0.19$"  # 14.8 of 80 GiB, and one request
     with pytest.raises(
         recipes.RecipeError,
-        match=rf"engine.mem_fraction_static=0.1: the weights alone take .*{remedy}",
+        match=rf"engine.mem_fraction_static=0.1: weights, states and steps take .*{remedy}",
     ):
         prepare(recipes.load("qwen2.5-7b", share), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    share[-1] = "engine.mem_fraction_static=0.18"
+    share[-1] = "engine.mem_fraction_static=0.19"
     assert prepare(recipes.load("qwen2.5-7b", share), tmp_path).kv_tokens >= 16
 
 

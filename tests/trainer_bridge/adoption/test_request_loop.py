@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from memsaver import StateError
-from rollout import Completion, EngineConfig, SamplingParams, StreamingEngine
+from rollout import Completion, EngineConfig, SamplingParams, StreamingEngine, pool_size
 from rollout.model import load_model_config
+from rollout.pool_size import PoolSizeError
 from tests.helpers.models import save_tiny
-from trainer_bridge.adoption.verl.engine_rank import pool_tokens
+from trainer_bridge.adoption.verl.engine_rank import in_verls_words
 from trainer_bridge.adoption.verl.request_loop import RequestLoop
 
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -107,18 +108,14 @@ def test_error_of_the_engine_reaches_every_request(engine: StreamingEngine) -> N
     asyncio.run(run())
 
 
-def test_pool_takes_its_share_of_a_gpu_and_no_more_than_requests_can_fill(tmp_path: Path) -> None:
+def test_pool_that_is_too_small_is_refused_in_verls_words(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen2")
-    model = load_model_config(tmp_path)
-    options = {"max_context_len": 128, "max_running": 64, "max_prefill_tokens": 256}
-    token = EngineConfig().page_size
-
-    def tokens(total: int | None, share: float = 0.5, **changes: int) -> int:
-        return pool_tokens(model, options | changes, torch.bfloat16, total, share)
-
-    assert tokens(80 << 30) == 64 * 128
-    some = tokens(2 << 20)
-    assert 128 <= some < 64 * 128 and some % token == 0 and tokens(2 << 20, 0.6) > some
-    assert tokens(None) == 256
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.01: .* raise it, or lower"):
-        tokens(1 << 20, 0.01)
+    model, config = load_model_config(tmp_path), EngineConfig(max_context_len=128)
+    for total, remedy in (
+        (1 << 30, r"set it to 0\.\d+, or lower"),
+        (1 << 20, "tokens takes \\d+; lower"),
+    ):
+        with pytest.raises(PoolSizeError) as caught:
+            pool_size(model, config, total, 0.01)
+        error = str(in_verls_words(caught.value))
+        assert re.search(rf"gpu_memory_utilization=0.01: .*{remedy} rollout.max_model_len", error)

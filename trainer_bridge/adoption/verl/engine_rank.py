@@ -14,13 +14,10 @@ from typing import Any
 
 import torch
 
-from kvcache import layout
 from memsaver import MemorySaver, StateError
-from memsaver.ops.layout import round_up
-from rollout import EngineConfig, StreamingEngine, channel
-from rollout.model import ModelConfig, load_model_config, rank_groups, rank_layout, resolve_model
+from rollout import StreamingEngine, channel
+from rollout.pool_size import PoolSizeError
 from rollout.process_group import Ports, RankAddress, open_store
-from rollout.weights import arena_nbytes
 from trainer_bridge.adoption.verl.names import socket_name
 from trainer_bridge.adoption.verl.update_side import UpdateSide
 from trainer_bridge.adoption.verl.updated_server import Outcome
@@ -75,20 +72,21 @@ class EngineRank(UpdateSide):
         device = torch.device(f"cuda:{self._rank}" if gpu else given.device)
         group = self._join(places[self._rank], str(device))
         dtype: torch.dtype = getattr(torch, given.dtype)
-        path, options = resolve_model(given.path), dict(given.engine)
-        if "kv_tokens" not in options:
-            total = torch.cuda.get_device_properties(device).total_memory if gpu else None
-            model = load_model_config(path)
-            options["kv_tokens"] = pool_tokens(model, options, dtype, total, given.share)
-        self.held = StreamingEngine.from_pretrained(
-            path,
-            device,
-            dtype,
-            saver=MemorySaver(device=device),
-            load_weights=given.load_weights,
-            group=group,
-            **options,
-        )
+        options = dict(given.engine)
+        if gpu and "kv_tokens" not in options:
+            options.setdefault("gpu_share", given.share)
+        try:
+            self.held = StreamingEngine.from_pretrained(
+                given.path,
+                device,
+                dtype,
+                saver=MemorySaver(device=device),
+                load_weights=given.load_weights,
+                group=group,
+                **options,
+            )
+        except PoolSizeError as error:
+            raise in_verls_words(error) from None
         return self.held.max_context_len
 
     def serve_update(self, secret: str) -> Outcome:
@@ -97,50 +95,14 @@ class EngineRank(UpdateSide):
         return self.outcome()
 
 
-def pool_tokens(
-    model: ModelConfig,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    total: int | None,
-    share: float,
-) -> int:
-    """Return the tokens of a KV pool that shares part of a GPU with weights and steps.
-
-    The pool has at most the tokens that running requests of the greatest length can fill.
-
-    Args:
-        model: The model's configuration.
-        options: Fields of `EngineConfig`, without `kv_tokens`.
-        dtype: Dtype of weights and computation.
-        total: Bytes of the GPU; None on the CPU, where the pool has room for two requests.
-        share: Share of the GPU.
-
-    Raises:
-        ValueError: The pool would not hold one request of the greatest length.
-    """
-    config = EngineConfig(**options)
-    longest = options.get("max_context_len") or model.max_position_embeddings
-    page, size = config.page_size, config.tensor_parallel_size
-    if total is None:
-        return round_up(2 * longest, page)
-    weights = arena_nbytes(rank_groups(model, 0, size, config.expert_parallel), dtype)
-    kv_layout = rank_layout(layout(model.hf_config, config.kv_cache_dtype, dtype), size)
-    states = (config.state_slots + 1) * kv_layout.state_bytes
-    widths = [
-        sum(mlp.widths(model.hidden_size, size, config.expert_parallel)) for mlp in model.mlps
-    ]
-    rows = config.max_prefill_tokens * (max(widths) + 8 * model.hidden_size) * dtype.itemsize
-    logits = 3 * config.max_running * model.vocab_size * 4
-    left = int(share * total) - weights - states - max(rows, logits)
-    pages = left // (kv_layout.bytes_per_token * page) - 1  # One page is padding.
-    if pages * page < longest:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: weights, states and steps "
-            f"leave {left} bytes of the GPU's {total} for keys and values, a request of {longest} "
-            f"tokens takes {longest * kv_layout.bytes_per_token}; raise it, or lower "
-            "rollout.max_model_len, rollout.max_num_seqs or rollout.max_num_batched_tokens"
-        )
-    return min(pages * page, round_up(config.max_running * longest, page))
+def in_verls_words(error: PoolSizeError) -> ValueError:
+    """Return the error of a KV pool that is too small with the names of verl's keys."""
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    remedy = f"set it to {error.least}, or lower" if error.least <= 1 else "lower"
+    return ValueError(
+        f"{key}={error.share:.3g}: {error.why}; {remedy} "
+        "rollout.max_model_len, rollout.max_num_seqs or rollout.max_num_batched_tokens"
+    )
 
 
 class EngineRanks:
