@@ -24,7 +24,7 @@ from trainer_bridge import Cycle
 
 STEPS, EVERY = 8, 2
 WORDS = [
-    *("grpo.prompts_per_step=2", "grpo.samples_per_prompt=2", "checkpoint.export_every=0"),
+    *("loop.prompts_per_step=2", "loop.samples_per_prompt=2", "checkpoint.export_every=0"),
     *(f"steps={STEPS}", f"eval.every={EVERY}", "eval.problems=1", "checkpoint.every=3"),
 ]
 
