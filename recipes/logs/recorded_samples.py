@@ -51,9 +51,7 @@ def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: in
     taken = set(map(id, chosen))
     faulty = [id(answer) for answer in answers if answer["fault"] and id(answer) not in taken]
     taken |= {*faulty[:FAULTY]}
-    # Version s of the weights has s - 1 updates.
     head = {"kind": row["kind"], "step": row["step"]}
-    head["version"] = row["step"] + (row["kind"] == "eval")
     return [{**head, **answer} for answer in answers if id(answer) in taken]
 
 
@@ -93,6 +91,7 @@ def _record(samples: Any, score: Any, place: int, group: int) -> Row:
         "fault": score.fault,
         "finish_reason": "stop" if samples.ended[place] else "length",
         "tokens": len(samples.response_ids[place]),
+        "weight_versions": samples.weight_versions.runs(place),
     }
 
 

@@ -31,6 +31,7 @@ class Samples:
         prompt_ids: Token ids of its prompt.
         response_ids: Token ids of the answer.
         logprobs: The rollout's log-probability of each response token.
+        weight_versions: Version of the weights that sampled each response token.
         texts: Text of the answer, without the end token.
         ended: Whether the answer ended by the model's end token instead of max_tokens.
         routed_experts: With `router_replay`, as in `SequenceBatch`.
@@ -42,6 +43,7 @@ class Samples:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     logprobs: Tokens
+    weight_versions: Tokens
     texts: list[str]
     ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
@@ -180,6 +182,7 @@ def answer(
         prompt_ids=[prompt_ids[index] for index, _ in flat],
         response_ids=ids,
         logprobs=logprobs,
+        weight_versions=Tokens.of([answer.weight_versions for _, answer in flat], np.int64),
         texts=decode(setup.tokenizer, bodies),
         ended=ended,
         rendered=[rendered[index] for index, _ in flat],

@@ -24,6 +24,7 @@ from recipes.rewards import Scored
 from recipes.tasks import Problem
 from tests.helpers.recipes.run_folders import eval_row, train_row
 from tests.helpers.recipes.scored_answers import scored
+from trainer_bridge.learning import Tokens
 
 TRAIN, EVAL = {"kind": "train", "step": 3}, {"kind": "eval", "step": 3}
 
@@ -38,6 +39,7 @@ def answers(*sets: str, size: int = 2, faulty: tuple[int, ...] = ()) -> tuple[An
         texts=[f"answer {k}" for k in range(len(places))],
         ended=[k % 2 == 0 for k in range(len(places))],
         response_ids=[[7] * (k + 1) for k in range(len(places))],
+        weight_versions=Tokens.of([[4] + [5] * k for k in range(len(places))], int),
     )
     scores = [
         scored(reward=None, fault="raised KeyError: 'x' (mine.py:3)")
@@ -53,12 +55,11 @@ def test_record_has_the_whole_answer_and_its_score() -> None:
     first, second = records_of([(samples, scores)], EVAL, 16)
     assert first["fault"].startswith("raised KeyError") and first["reward"] is None
     assert second == {
-        "kind": "eval", "step": 3, "version": 4, "set": "sums", "group": 0, "prompt": "problem 0",
+        "kind": "eval", "step": 3, "set": "sums", "group": 0, "prompt": "problem 0",
         "answer": "0", "completion": "answer 1", "reward": 0.1, "correct": True,
         "figures": {"length": -0.5}, "fault": "", "finish_reason": "length", "tokens": 2,
+        "weight_versions": [[4, 1], [5, 1]],
     }  # fmt: skip
-    (trained,) = records_of([(samples, scores)], TRAIN, 1)
-    assert trained["version"] == 3
 
 
 @settings(max_examples=60, deadline=None)

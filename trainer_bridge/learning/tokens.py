@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,10 @@ class Tokens(Sequence[list[Any]]):
     def answers_at(self, taken: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return the index of the answer of each token for which `taken` [N] is true."""
         return np.repeat(np.arange(len(self)), self.lengths)[taken]
+
+    def runs(self, answer: int) -> list[list[Any]]:
+        """Return the numbers of an answer as [number, tokens] for each run of equal ones."""
+        return [[number, len([*run])] for number, run in groupby(self[answer])]
 
     def array(self, answer: int) -> NDArray[Any]:
         """Return the numbers of an answer, as a part of `values`."""

@@ -26,7 +26,7 @@ from recipes.tasks import Problem, Task
 from tests.helpers.recipes.scored_answers import scored
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
 from trainer_bridge import SequenceBatch
-from trainer_bridge.learning import log_ratios, reference_figures
+from trainer_bridge.learning import Tokens, log_ratios, reference_figures
 from trainer_bridge.trainer import Trainer
 
 number = st.floats(-3, 3)
@@ -62,13 +62,14 @@ def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
 def step_of(scores: Sequence[Scored], tasks: Sequence[Task]) -> dict[str, Any]:
     """Return the row of answers of 1, 2, ... tokens, of which the last one is cut off."""
     count = len(scores)
-    logprobs = [[-1.0] * (n + 1) for n in range(count)]
+    logprobs = Tokens.of([[-1.0] * (n + 1) for n in range(count)])
     samples = Samples(
         tasks=[tasks[n % len(tasks)] for n in range(count)],
         problems=[Problem(prompt="p")] * count,
         prompt_ids=[[1]] * count,
         response_ids=[[2] * len(row) for row in logprobs],
         logprobs=logprobs,
+        weight_versions=logprobs,
         texts=[""] * count,
         ended=[True] * (count - 1) + [False],
     )

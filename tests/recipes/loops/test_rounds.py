@@ -29,6 +29,7 @@ from recipes.tasks.schedule import pick_problems
 from recipes.tasks.task_sources import make_tasks
 from tests.helpers.recipes.scored_answers import scored
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows, same_rows
+from trainer_bridge.learning import Tokens
 
 SET = Task(name="a", train=(), held_out=(), score=lambda *_: 0.0)
 SIZE = 3  # answers of a group
@@ -73,7 +74,8 @@ class FakeLoop:
             problems=[Problem(prompt=str(number)) for number in numbers],
             prompt_ids=[[number] for number in numbers],
             response_ids=[[number, index % SIZE] for index, number in enumerate(numbers)],
-            logprobs=[[0.0, 0.0]] * len(numbers),
+            logprobs=Tokens.of([[0.0, 0.0]] * len(numbers)),
+            weight_versions=Tokens.of([[1, 1]] * len(numbers)),
             texts=[""] * len(numbers),
             ended=[ended for _, ended in group],
             routed_experts=[None] * len(numbers) if self._replays else None,

@@ -14,6 +14,7 @@ from recipes.loops.sampling import Samples, rewarded, sampling_seed, with_length
 from recipes.tasks import Problem, Task
 from recipes.tasks.schedule import pick_problems
 from tests.helpers.recipes.scored_answers import scored
+from trainer_bridge.learning import Tokens
 
 
 def sets(*sizes: int) -> list[Task]:
@@ -82,7 +83,8 @@ def answers(lengths: list[int]) -> Samples:
         problems=[task.train[0]] * count,
         prompt_ids=[[1]] * count,
         response_ids=[[2] * length for length in lengths],
-        logprobs=[[-1.0] * length for length in lengths],
+        logprobs=Tokens.of([[-1.0] * length for length in lengths]),
+        weight_versions=Tokens.of([[1] * length for length in lengths]),
         texts=[""] * count,
         ended=[True] * count,
     )
