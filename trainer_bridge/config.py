@@ -295,8 +295,8 @@ class TrainerConfig:
             the engine's operations, too. Needs `exact`, `keep_unsharded`, and a model without
             experts; excludes `critic`.
         mismatch_dir: Directory to which the first update with such a difference saves the weights
-            and unequal sequences, before it raises or goes on (`trace_mismatch`). None: nothing is
-            saved.
+            and an unequal sequence, before it raises or goes on (`trace_mismatch`). None: nothing
+            is saved.
         leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
             copies when it is built, overlapped with other work.
     """
