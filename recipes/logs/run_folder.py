@@ -16,7 +16,7 @@
     checkpoints/latest  name of the newest complete checkpoint
     checkpoints/best    name of the checkpoint of the best evaluation, if one is kept
     exports/step_N/     the model as a Hugging Face folder
-    mismatch/           weights and sequences of the first difference with `exact`
+    mismatch/           weights and sequence of the first difference with `exact`
     model/              config and tokenizer of a random model
     .lock               locked while a run uses the folder
 
