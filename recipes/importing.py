@@ -10,17 +10,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from recipes.errors import RecipeError, typed
 
+_FILE = "memsaver_file_"
+"""Begins the name of a file's module; the path follows in hexadecimal, without a dot."""
+
 
 def import_named(name: str) -> Any:
     """Import a function, also from a module in the working directory.
 
-    A file is a module of its own, named by its path, and imports what lies beside it.
+    A file is a module of its own, and imports what lies beside it.
 
     Args:
         name: `package.module:function` or `folder/file.py:function`, by the working directory.
@@ -33,8 +37,11 @@ def import_named(name: str) -> Any:
         module = _module_of_file(_path(place)) if place.endswith(".py") else _module(place)
     except (Exception, SystemExit) as error:
         rule = f"cannot import {place}: {typed(error)}"
-        absent = isinstance(error, ModuleNotFoundError)
-        remedy = "run in the folder of the module, or set PYTHONPATH" if absent else "correct it"
+        remedy = "correct it"
+        if isinstance(error, ModuleNotFoundError):
+            remedy = "run in the folder of the module, or set PYTHONPATH"
+        elif isinstance(error, FileNotFoundError):
+            remedy = "give its path by the working directory"
         raise RecipeError(f"{rule}; {remedy}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -59,17 +66,22 @@ def _path(place: str) -> str:
 
 
 def _module_of_file(path: str) -> ModuleType:
-    if path not in sys.modules:
-        _find_beside(os.path.dirname(path))
-        spec = importlib.util.spec_from_file_location(path, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[path] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[path])
-        except BaseException:
-            del sys.modules[path]
-            raise
-    return sys.modules[path]
+    _find_beside(os.path.dirname(path))
+    return importlib.import_module(_FILE + path.encode().hex())
+
+
+class _FileFinder:
+    """Finder of modules that `_FILE` and a path name, also for what other processes unpickle."""
+
+    @staticmethod
+    def find_spec(name: str, *place: Any) -> ModuleSpec | None:
+        if not name.startswith(_FILE):
+            return None
+        path = bytes.fromhex(name.removeprefix(_FILE)).decode()
+        return importlib.util.spec_from_file_location(name, path)
+
+
+sys.meta_path.append(_FileFinder)
 
 
 def _find_beside(folder: str) -> None:

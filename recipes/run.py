@@ -92,7 +92,7 @@ def continue_run(
         with _standing_noted(folder):
             saved = load(run_dir / "recipe.yaml")
             recipe = load(recipe_path or run_dir / "recipe.yaml", overrides)
-            if key := _first_difference(saved, recipe, MAY_CHANGE):
+            if key := _first_difference(saved.loop_now(), recipe.loop_now(), MAY_CHANGE):
                 rule = "differs from the run's own recipe.yaml; start a new run instead"
                 raise RecipeError(f"{option}: {key}: {rule}")
             values = folder.checkpoints.values()
@@ -187,6 +187,7 @@ def _drive(
                     lost.stage, lost.cause, folder.checkpoints.how_to_continue()
                 ) from lost
             restarts += 1
+            trackers.record()
             folder = RunFolder.reopen(folder.path, recipe)
             resume = folder.checkpoints.exist
             if resume:

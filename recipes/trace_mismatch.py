@@ -74,7 +74,8 @@ def _show(trace: MismatchTrace, console: Console) -> None:
         )
     sides = (trace.engine, trace.trainer), (record.rollout, record.trainer), _CAUSES
     for now, then, causes in zip(*sides, strict=True):
-        if any(a != b and not math.isnan(a) for a, b in zip(now, then, strict=True)):
+        pairs = zip(now, then, record.mask, strict=True)
+        if any(a != b and learned and not math.isnan(a) for a, b, learned in pairs):
             console.print(causes)
 
 

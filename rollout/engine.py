@@ -74,6 +74,7 @@ class Engine(EngineBase):
             steps and CUDA graphs (`pool_size`); None: 0.9 of the memory that is free now. The pool
             has no more tokens than `max_running` requests of the longest length. On a CPU it has
             4,096 tokens, or `max_context_len` if that is more.
+        filters: Whether that share has room for top-k or top-p in all samples of a step.
 
     Attributes:
         store: The weights.
@@ -96,6 +97,7 @@ class Engine(EngineBase):
         saver: MemorySaver,
         group: ProcessGroup | None = None,
         gpu_share: float | None = None,
+        filters: bool = True,
     ) -> None:
         _check_experts(model, config)
         if config.fp32_router:
@@ -105,7 +107,9 @@ class Engine(EngineBase):
         self._ranks = TensorParallel(config.tensor_parallel_size, group, exact=bool(config.exact))
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model
-        self.config = config = sized(config, model, dtype, saver.device, gpu_share, self._ranks)
+        self.config = config = sized(
+            config, model, dtype, saver.device, gpu_share, filters, self._ranks
+        )
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         self._found_products = ""
@@ -148,6 +152,7 @@ class Engine(EngineBase):
         load_weights: bool = True,
         group: ProcessGroup | None = None,
         gpu_share: float | None = None,
+        filters: bool = True,
         **engine_config: Any,
     ) -> Self:
         """Build an engine for a model, and load its weights as version 0.
@@ -163,6 +168,7 @@ class Engine(EngineBase):
             group: Process group of the tensor-parallel ranks.
             gpu_share: Share of the GPU's memory, see `Engine`. None: 0.9 of the memory that is free
                 now; without a saver 0.4 of it, because a trainer that is built later needs room.
+            filters: See `Engine`.
             **engine_config: Further fields of `EngineConfig`.
 
         Returns:
@@ -183,6 +189,7 @@ class Engine(EngineBase):
                 f"device={device} but the saver is on {saver.device}; use one device for both"
             )
         given: Any = {"dtype": dtype, "saver": saver, "group": group, "gpu_share": gpu_share}
+        given["filters"] = filters
         engine = cls(model, config, **given)
         if load_weights:
             engine.load(path)

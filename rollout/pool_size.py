@@ -124,9 +124,18 @@ class RankBytes:
         layer = (max(mlp, heads * 2 * width) + 8 * hidden) * self.dtype.itemsize
         return rows * layer + config.max_running * splits
 
-    def taken(self, tokens: int) -> int:
-        """Return all bytes of the rank with a pool of `tokens` tokens."""
-        fixed = self.weights + self.step(FILTERED) + self.graphs + 2 * _WORKSPACE
+    def taken(self, tokens: int, filters: bool) -> int:
+        """Return all bytes of the rank with a pool of `tokens` tokens.
+
+        With `filters`, all samples of a step may have top-k or top-p.
+        """
+        config, step = self.config, self.step(FILTERED if filters else 0)
+        fixed = self.weights + step + self.graphs + 2 * _WORKSPACE
+        longest = config.max_context_len or self.model.max_position_embeddings
+        width = max(width for _, width in self.layout.rows.values())
+        fixed += (
+            (config.max_running + 1 + 2 * width) * longest * 4
+        )  # pages of requests, rotary tables
         if self.layout.dtype == FP4_DTYPE:  # A layer's cached rows are read as a dequantized copy.
             rows = sum(heads * width for heads, width in self.layout.rows.values())
             fixed += tokens * rows * self.dtype.itemsize
@@ -139,6 +148,8 @@ def pool_size(
     total: int,
     share: float,
     dtype: torch.dtype = torch.float32,
+    *,
+    filters: bool = True,
 ) -> int:
     """Return the tokens of the largest KV pool with which a rank fits a share of its device.
 
@@ -148,6 +159,8 @@ def pool_size(
         total: Bytes of the device.
         share: Share of the device, in (0, 1], for weights, KV cache, steps and CUDA graphs.
         dtype: Dtype of weights and computation.
+        filters: Whether there is room for top-k or top-p in all samples of a step, which takes 53
+            bytes for each of their logits.
 
     Returns:
         A multiple of `page_size`, equal on all ranks.
@@ -159,11 +172,11 @@ def pool_size(
     """
     rank, page, budget = RankBytes(model, config, dtype), config.page_size, _bytes(share, total)
     most = range((1 << 31) // page - 1)  # Slots are int32.
-    pages = bisect_right(most, budget, key=lambda n: rank.taken(n * page)) - 1
+    pages = bisect_right(most, budget, key=lambda n: rank.taken(n * page, filters)) - 1
     longest = config.max_context_len or min(model.max_position_embeddings, CPU_TOKENS)
     if pages * page >= longest:
         return pages * page
-    fixed, needed = rank.taken(0), rank.taken(round_up(longest, page))
+    fixed, needed = (rank.taken(n, filters) for n in (0, round_up(longest, page)))
     why = f"weights, states and steps take {fixed} bytes of the share's {budget}, "
     why += f"and one request of {longest} tokens takes {needed - fixed}"
     least = math.ceil(needed / total * 100) / 100
@@ -189,6 +202,7 @@ def sized(
     dtype: torch.dtype,
     device: torch.device,
     gpu_share: float | None,
+    filters: bool,
     ranks: TensorParallel,
 ) -> EngineConfig:
     """Return the configuration with the tokens of the pool, which are equal on all ranks.
@@ -208,7 +222,7 @@ def sized(
     share = free_share(device, WITH_SAVER) if gpu_share is None else gpu_share
     # The free memory differs from rank to rank.
     agreed = ranks.agree([_bytes(share, total), total], device, "size of the KV pool")
-    tokens = pool_size(model, config, agreed[1], agreed[0] / agreed[1], dtype)
+    tokens = pool_size(model, config, agreed[1], agreed[0] / agreed[1], dtype, filters=filters)
     longest = config.max_context_len or model.max_position_embeddings
     most = round_up(config.max_running * longest, config.page_size)
     return replace(config, kv_tokens=min(tokens, most))

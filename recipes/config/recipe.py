@@ -6,7 +6,7 @@ The rules between keys are in `recipes.config.rules`.
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -147,6 +147,15 @@ class Recipe:
         if self.lora.rank and self.model.dtype != "float32":
             return f"adapters merged into {self.model.dtype}"
         return f"engine.kind={self.engine.kind}" if self.engine.hosted else ""
+
+    def loop_now(self) -> "Recipe":
+        """Return a recipe that states the numbers of `loop` which its algorithm decides.
+
+        Returns:
+            An equivalent recipe.
+        """
+        counts = {name: getattr(self, name) for name in ("prompts_per_step", "samples_per_prompt")}
+        return replace(self, loop=replace(self.loop, **counts))
 
     def value(self, key: str) -> Any:
         """Return the value of a full key.

@@ -251,8 +251,12 @@ def _of_grpo(recipe: Recipe) -> Faults:
     grpo = recipe.grpo
     if grpo.baseline == "batch" and grpo.scale == "group":
         yield "grpo.scale", "excludes grpo.baseline=batch", "set grpo.scale=batch"
-    if grpo.baseline == "batch" and grpo.sampling_rounds > 1:
-        yield "grpo.sampling_rounds", "needs advantages within groups, not grpo.baseline=batch"
+    if ":" in grpo.baseline and grpo.scale in ("group", "batch"):
+        rule = "would divide by 0 where all rewards are equal, which your grpo.baseline may compare"
+        yield "grpo.scale", rule, "set grpo.scale=none, or a function of yours"
+    if grpo.baseline not in ("group", "leave_one_out") and grpo.sampling_rounds > 1:
+        rule = f"needs advantages within groups, not grpo.baseline={grpo.baseline}"
+        yield "grpo.sampling_rounds", rule
     if grpo.baseline == "batch" and recipe.answers_per_step == 1:
         rule = "leaves grpo.baseline=batch a single answer"
         yield "loop.prompts_per_step", rule, "set loop.prompts_per_step=8"

@@ -118,7 +118,8 @@ class EngineSection:
     Attributes:
         kind: Engine that generates: memsaver's own (native), or the package vllm or sglang.
         kv_tokens: Tokens of the KV pool on each device, a multiple of page_size.
-        mem_fraction_static: Share of a GPU's memory for weights and KV pool, on each device.
+        mem_fraction_static: Share of a GPU's memory for the engine: weights, KV pool, steps and
+            CUDA graphs, on each device.
         page_size: Tokens in a page of the KV pool.
         max_running: Largest number of requests that run together.
         max_prefill_tokens: Largest number of prompt tokens in one step.

@@ -47,7 +47,7 @@ class Delivery:
     def __init__(
         self, name: str, tracker: Tracker, newest: Place, tell: Callable[[str], None]
     ) -> None:
-        self._name, self._tracker, self._newest = name, tracker, newest
+        self.name, self._tracker, self.newest = name, tracker, newest
         self._tell = lambda text: tell(f"tracker {name}: {text}")
         self._waiting = queue.SimpleQueue[tuple[Row, Sequence[Row]] | None]()
         self._offered = 0  # This session's thread counts the offered rows, the other
@@ -57,9 +57,9 @@ class Delivery:
 
     def offer(self, row: Row, samples: Sequence[Row]) -> None:
         """Deliver a row soon, unless the tracker keeps figures and has had the row."""
-        if self._tracker.keeps and place_of(row) <= self._newest:
+        if self._tracker.keeps and place_of(row) <= self.newest:
             return
-        self._newest = place_of(row)
+        self.newest = place_of(row)
         self._offered += 1
         if self._waiting.qsize() < MOST_WAITING:
             self._waiting.put((row, samples))
@@ -113,6 +113,7 @@ class Trackers:
         self._trackers = {name: make_tracker(name) for name in names}
         self._deliveries: list[Delivery] = []
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._runs, self._file = dict[str, Row](), Path()
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Start all trackers for the run in `folder`, new or before it is cut back for a resume.
@@ -135,8 +136,20 @@ class Trackers:
             place = {"kind": newest["kind"], "step": newest["step"]}
             runs[name] = {"tracker": name, "run_id": run_id, **place}
             self._deliveries.append(Delivery(name, tracker, place_of(newest), self._notes.put))
-        if runs:
-            replace_text(folder / RUNS, json_lines(runs.values()))
+        self._runs, self._file = runs, folder / RUNS
+        self._write()
+
+    def record(self) -> None:
+        """Record the newest rows that were offered, before rows are cut back for a restart."""
+        for delivery in self._deliveries:
+            step, evaluated = delivery.newest
+            kind = "eval" if evaluated else "train"
+            self._runs[delivery.name] |= {"kind": kind, "step": step}
+        self._write()
+
+    def _write(self) -> None:
+        if self._runs:
+            replace_text(self._file, json_lines(self._runs.values()))
 
     def add(self, row: Row, samples: Sequence[Row] = ()) -> list[str]:
         """Deliver a row with its samples; return lines for the user."""

@@ -206,8 +206,10 @@ class Monitor(Sink):
 
     def _of_step(self) -> Row:
         """Return the seconds of the step's stages, and its memory."""
-        figures: Row = {"stages": self.seconds, "hidden_seconds": self.hidden_seconds}
-        return {**figures, "sync": self.sync, "memory": self.memory, "peaks": self.peaks.take()}
+        # Copies: trackers read the row later, in threads of their own.
+        figures: Row = {"stages": dict(self.seconds), "hidden_seconds": self.hidden_seconds}
+        memory = {"memory": dict(self.memory), "peaks": self.peaks.take()}
+        return {**figures, "sync": self.sync, **memory}
 
     def silent(self, step: int, steps: int) -> None:
         """Say what to look at when no step has had signal for a while."""

@@ -3,7 +3,7 @@
     recipe.yaml         the resolved recipe, which `load` reads
     metrics.jsonl       a line for each step (kind "train") and evaluation (kind "eval")
     samples.jsonl       some answers of each row of metrics.jsonl
-    trackers.jsonl      names of the run in its trackers, and the newest rows that they have
+    trackers.jsonl      names of the run in its trackers, and the newest rows offered before
     trace.json          stages and memory of the last steps as a Chrome trace (ui.perfetto.dev)
     environment.json    date, host, GPUs and versions
     decisions.json      what was decided for this session, with reasons (`Decisions`)

@@ -17,7 +17,7 @@ import numpy as np
 
 from recipes.config.recipe import Recipe
 from recipes.config.sections import Baseline, Scale
-from recipes.importing import import_named
+from recipes.importing import NamedFunction
 from recipes.loops.numbers import centered, deviation
 from trainer_bridge.learning import Numbers, Tokens, k3, log_ratios
 
@@ -55,7 +55,7 @@ def compute_advantages(
 
 def _function(choice: str) -> Any:
     """Return the function that a key names, or the packaged choice itself."""
-    return import_named(choice) if ":" in choice else choice
+    return NamedFunction(choice) if ":" in choice else choice
 
 
 def kl_penalties(recipe: Recipe, logprobs: Tokens, ref_logprobs: Tokens | None) -> Tokens:
@@ -118,7 +118,11 @@ def compare_answers(
 
 def _compared(group: Numbers, baseline: Baseline | OwnBaseline) -> Numbers:
     if callable(baseline):
-        return group - baseline(group)
+        compared = group - np.asarray(baseline(group), np.float64)
+        if compared.shape != group.shape or not np.isfinite(compared).all():
+            rule = f"returned no finite number for {len(group)} rewards, nor one for each"
+            raise ValueError(f"baseline {baseline} {rule}; correct it")
+        return compared
     if baseline == "leave_one_out" and len(group) > 1:
         # The mean of the others is further away by this factor.
         return centered(group) * (len(group) / (len(group) - 1))
@@ -127,7 +131,10 @@ def _compared(group: Numbers, baseline: Baseline | OwnBaseline) -> Numbers:
 
 def _divisor(scale: Scale | OwnScale, group: Numbers, batch: Numbers) -> float:
     if callable(scale):
-        return scale(group, batch)
+        divisor = float(scale(group, batch))
+        if not 0 < divisor < np.inf:
+            raise ValueError(f"scale {scale} returned {divisor}; return a positive, finite number")
+        return divisor
     if scale == "none":
         return 1.0
     return deviation(group if scale == "group" else batch) + EPSILON

@@ -51,7 +51,7 @@ class GrpoLoop(Loop):
         else:  # no group with signal
             self.to_train()
         samples, scores, seconds = sampled.samples, sampled.scoring(), self.sampling_seconds
-        if recipe.grpo.baseline != "batch":  # which does not compare within groups
+        if recipe.grpo.baseline in ("group", "leave_one_out"):  # others find signal elsewhere
             row["groups_without_signal"] = learnable(samples, scores, recipe).count(False)
         return row | answer_figures(samples, scores, seconds, self.setup.tasks.trained)
 

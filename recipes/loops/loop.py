@@ -101,7 +101,8 @@ class Loop(abc.ABC):
         """
         steps, every = self.setup.recipe.steps, self.setup.recipe.checkpoint.every
         self._keep_best()  # A resumed run may have ended between an evaluation and this call.
-        with Stopping(self.sink.note if every else None) as stopping:
+        saves = every and self.save is not _save_nothing
+        with Stopping(self.sink.note if saves else None) as stopping:
             for step in range(self.updates + 1, steps + 1):
                 with self.sink.part(f"step {step}"):
                     self._run_step(step)

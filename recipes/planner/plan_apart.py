@@ -17,7 +17,7 @@ from recipes.planner.memory_plan import MemoryPlan, remedied
 from recipes.planner.sizes import Gpu, of_device
 from recipes.planner.switch_plan import plan_switch
 from recipes.setup.model_decisions import first_decisions
-from recipes.setup.preparation import Setup, check_lora, check_optimizer
+from recipes.setup.preparation import Setup, check_functions, check_lora, check_optimizer
 from rollout.model import load_hf_config, read_json
 
 PATIENCE = 300.0
@@ -76,6 +76,7 @@ def plan_with_remedies(
     def planned(recipe: Recipe, decisions: Decisions) -> MemoryPlan:
         check_lora(recipe.lora, directory)
         check_optimizer(recipe)
+        check_functions(recipe)
         return plan_switch(recipe, decisions, name, gpu=card, fields=fields, **how)
 
     def replanned(recipe: Recipe, made: Decisions) -> MemoryPlan:

@@ -162,7 +162,7 @@ def tokens_in_share(recipe: Recipe, model: ModelConfig, total: int, longest_prom
     """
     fraction, config = recipe.engine.mem_fraction_static, engine_config(recipe, longest_prompt)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    tokens = pool_size(model, config, total, fraction or WITH_SAVER, dtype)
+    tokens = pool_size(model, config, total, fraction or WITH_SAVER, dtype, filters=False)
     return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
 
 

@@ -132,7 +132,7 @@ def prepare(
     device, started = resolve_device(recipe), started or datetime.now()
     _check_packages(recipe)
     check_optimizer(recipe)
-    _check_functions(recipe)
+    check_functions(recipe)
     tasks = make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
@@ -317,7 +317,7 @@ def _check_packages(recipe: Recipe) -> None:
             raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
 
 
-def _check_functions(recipe: Recipe) -> None:
+def check_functions(recipe: Recipe) -> None:
     """Import what the algorithm's keys name, which is needed in the first update."""
     keys = ["loss.kind", *(["grpo.baseline", "grpo.scale"] if recipe.algorithm == "grpo" else [])]
     for key in keys:

@@ -123,6 +123,8 @@ def test_keys_of_a_step_in_sections_of_before_are_read_as_keys_of_the_loop(
     grpo = recipes.load(file, ["loop.mini_batches=2"])
     assert (grpo.loop, grpo.grpo.scale) == (LoopSection(epochs=2, mini_batches=2), "none")
     assert (grpo.prompts_per_step, grpo.samples_per_prompt) == (8, 8)
+    stated = ["loop.mini_batches=2", "loop.prompts_per_step=8", "loop.samples_per_prompt=8"]
+    assert grpo != recipes.load(file, stated) == grpo.loop_now()
     ppo = recipes.load(file, ["algorithm=ppo", "ppo.prompts_per_step=6"])
     assert ppo.loop == LoopSection(epochs=3, prompts_per_step=6)
     assert (ppo.prompts_per_step, ppo.samples_per_prompt) == (6, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 
 import recipes
 from recipes.errors import RecipeError
-from recipes.importing import absolute_name, import_named
+from recipes.importing import NamedFunction, absolute_name, import_named
+from recipes.loops.advantages import compare_answers
 from recipes.run import start_run
 from recipes.setup.preparation import prepare
 from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, rows
@@ -35,6 +38,16 @@ def mean(group):
 def spread(group, batch):
     return group.std(ddof=1) + EPSILON
 
+def half(group):
+    return 0.5
+
+def nothing(group):
+    return None
+
+class Note:
+    def __init__(self, number):
+        self.number = number
+
 def length(completion):
     return len(completion) / 100
 """
@@ -50,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = {*sys.modules}
     yield tmp_path
     for name in {*sys.modules} - before:
-        if name.startswith(("own", str(tmp_path))):
+        if name.startswith(("own", "memsaver_file_")):
             del sys.modules[name]
 
 
@@ -83,7 +96,7 @@ def test_loss_alone_clips_nothing_and_one_of_another_shape_is_refused(folder: Pa
     ("name", "rule"),
     [
         ("own.py:absent", r"own\.py has no function absent; define it"),
-        ("other.py:clip", r"cannot import other\.py: FileNotFoundError: .*; correct it"),
+        ("other.py:clip", r"cannot import other\.py: FileNotFoundError: .*; give its path by the"),
         ("other:clip", "cannot import other: ModuleNotFoundError: .*; run in the folder of the"),
     ],
 )
@@ -91,7 +104,26 @@ def test_function_that_cannot_be_imported_is_refused_before_the_run(
     key: str, name: str, rule: str, folder: Path
 ) -> None:
     with pytest.raises(RecipeError, match=f"{key}={name}: {rule}"):
-        prepare(recipes.load("tiny", [f"{key}={name}", "driver=inprocess"]), folder / "run")
+        words = ["grpo.scale=none", f"{key}={name}", "driver=inprocess"]
+        prepare(recipes.load("tiny", words), folder / "run")
+
+
+def test_own_baseline_and_scale_give_finite_numbers_or_are_named(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="grpo.scale=group: would divide by 0 where all rewards"):
+        recipes.load("tiny", ["grpo.baseline=own.py:mean"])
+    half, spread = NamedFunction("own.py:half"), NamedFunction("own.py:spread")
+    assert compare_answers([1.0, 1.0], 2, half, "none") == [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"scale .*own\.py:spread.* returned nan"):
+        compare_answers([1.0], 1, half, spread)
+    with pytest.raises(ValueError, match=r"baseline .*own\.py:nothing.* returned no finite"):
+        compare_answers([1.0, 0.0], 2, NamedFunction("own.py:nothing"), "none")
+
+
+def test_objects_of_a_file_pickle_into_a_process_without_it(folder: Path) -> None:
+    pickled = pickle.dumps(import_named("own.py:Note")(3))
+    code = "import pickle, sys, recipes.importing; print(pickle.load(sys.stdin.buffer).number)"
+    asked = {"input": pickled, "capture_output": True, "env": {"PYTHONPATH": ":".join(sys.path)}}
+    assert subprocess.run([sys.executable, "-c", code], **asked).stdout == b"3\n"
 
 
 def test_files_of_one_stem_are_two_modules_and_a_name_holds_in_another_folder(

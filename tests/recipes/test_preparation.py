@@ -170,7 +170,7 @@ def check_share(setup: Setup) -> None:
     config = engine_config(recipe, setup.max_request_tokens - recipe.sampling.max_tokens)
     rank = RankBytes(model, config, getattr(torch, recipe.model.dtype))
     budget = recipe.engine.mem_fraction_static * 80 * GIB
-    assert rank.taken(setup.kv_tokens) <= budget < rank.taken(setup.kv_tokens + 16)
+    assert rank.taken(setup.kv_tokens, False) <= budget < rank.taken(setup.kv_tokens + 16, False)
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0
 
 

@@ -76,7 +76,7 @@ def recorded_by(folder: Path, family: str) -> Path:
     record = MismatchRecord(
         updates=2, seed=0, temperature=0.7, dtype="float32", device="cpu", fp32_router=False,
         sequence=3, prompt_ids=[7, 3, 11], response_ids=[5, 90, 2, 8, 4, 1], rollout=[-1.0] * 6,
-        trainer=[-1.0, -2.0, *[-1.0] * 4],
+        trainer=[-1.0, -2.0, *[-1.0] * 4], mask=[True] * 6,
     )  # fmt: skip
     (folder / FILE).write_text(json.dumps(asdict(record)))
     return folder

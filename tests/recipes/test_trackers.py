@@ -493,6 +493,9 @@ def test_no_row_is_delivered_twice_over_resumes(
                         trackers.add(row)
                     if step % 3 == 0:
                         folder.checkpoints.save(step, 1, Path.mkdir)
+                if more != last and draw(st.booleans()):  # a restart, in which the run is killed
+                    trackers.record()
+                    folder = RunFolder.reopen(folder.path, recipe)
     expected = list(map(delivery.place_of, folder.rows()))
     assert memory.places() == expected and late.places() == expected[len(kept) :]
     assert memory.begun == [None, *["run's own"] * (len(memory.begun) - 1)]

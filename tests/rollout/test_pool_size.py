@@ -72,7 +72,7 @@ def test_chosen_pool_fits_the_share_and_a_further_page_does_not(name: str, saved
         rank = RankBytes(model, config, dtype)
         tokens = pool_size(model, config, total, share, dtype)
         assert tokens % 4 == 0 and tokens >= 64
-        assert rank.taken(tokens) <= int(share * total) < rank.taken(tokens + 4)
+        assert rank.taken(tokens, True) <= int(share * total) < rank.taken(tokens + 4, True)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -123,7 +123,7 @@ def test_share_outside_of_its_range_is_refused(
     with pytest.raises(ValueError, match=rf"gpu_share={share} must be above 0 and at most 1; use"):
         pool_size(model, EngineConfig(), 80 << 30, share)
     with pytest.raises(ValueError, match=rf"gpu_share={share} must be above 0 and at most 1; use"):
-        sized(EngineConfig(), model, torch.bfloat16, gpu, share, ranks)
+        sized(EngineConfig(), model, torch.bfloat16, gpu, share, True, ranks)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_pool_of_a_gpu_takes_its_share_and_no_more_than_requests_can_fill(
     def tokens(share: float, **fields: Any) -> int | None:
         changed = replace(config, **fields)
         place = torch.bfloat16, torch.device("cuda:0")
-        return sized(changed, model, *place, share, alone).kv_tokens
+        return sized(changed, model, *place, share, True, alone).kv_tokens
 
     assert tokens(0.5) == config.max_running * 128
     long = {"max_context_len": 1 << 20}
@@ -174,10 +174,9 @@ def test_default_pool_of_a_gpu_leaves_room_and_serves_filtered_requests(tmp_path
     assert engine.config.kv_tokens is not None
     rank = RankBytes(engine.model, engine.config, torch.bfloat16)
     most = 16 * engine.model.max_position_embeddings
-    assert rank.taken(engine.config.kv_tokens) <= 0.4 * before
-    assert (
-        engine.config.kv_tokens == most or rank.taken(engine.config.kv_tokens + 16) > 0.39 * before
-    )
+    assert rank.taken(engine.config.kv_tokens, True) <= 0.4 * before
+    more = rank.taken(engine.config.kv_tokens + 16, True)
+    assert engine.config.kv_tokens == most or more > 0.39 * before
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(gpu)
     idle = torch.cuda.memory_allocated(gpu)

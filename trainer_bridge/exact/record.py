@@ -33,6 +33,7 @@ class MismatchRecord:
         sequence: Number in the batch of the first sequence with unequal tokens.
         prompt_ids: Token ids of its prompt.
         response_ids: Token ids of its response.
+        mask: Whether each response token is learned; only these are compared.
         rollout: The rollout's log-probability of each response token.
         trainer: The trainer's log-probability of each response token.
     """
@@ -46,6 +47,7 @@ class MismatchRecord:
     sequence: int
     prompt_ids: list[int]
     response_ids: list[int]
+    mask: list[bool]
     rollout: list[float]
     trainer: list[float]
 
@@ -61,8 +63,17 @@ class MismatchRecord:
 
     @classmethod
     def read(cls, directory: str | Path) -> Self:
-        """Read the record of a folder, or raise FileNotFoundError."""
-        return cls(**json.loads(Path(directory, FILE).read_text(encoding="utf-8")))
+        """Read the record of a folder.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: An older version wrote it, with several sequences.
+        """
+        values = json.loads(Path(directory, FILE).read_text(encoding="utf-8"))
+        if "sequences" in values:
+            rule = "was written by an older memsaver, which can read it"
+            raise ValueError(f"{Path(directory, FILE)} {rule}; record it anew")
+        return cls(**values)
 
 
 class BitComparison:
@@ -114,6 +125,7 @@ def _record(
         sequence=number,
         prompt_ids=list(map(int, batch.prompt_ids[number])),
         response_ids=list(map(int, batch.response_ids[number])),
+        mask=[True] * len(own[number]) if batch.mask is None else Tokens.of(batch.mask)[number],
         rollout=rollout[number],
         trainer=own[number],
     )

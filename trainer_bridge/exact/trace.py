@@ -162,8 +162,9 @@ def _by_trainer(rows: _Rows, path: str, record: MismatchRecord) -> list[float]:
         logits = list[Tensor]()
 
         def multiply(linear: Callable[..., Tensor], *args: Any) -> Tensor:
-            logits.append(linear(*args))  # of a slice of the vocabulary
-            return logits[-1]
+            part = linear(*args)  # of a slice of the vocabulary
+            logits.append(part.cpu())
+            return part
 
         with replaced(token_scores, linear=multiply):
             score = partial(micro_logprobs, model, temperature=heat)

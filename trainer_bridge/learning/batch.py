@@ -136,10 +136,14 @@ class SequenceBatch:
         entries = getattr(self, name)
         if entries is None:
             return
-        if name not in PER_TOKEN and not any(isinstance(entry, Sized) for entry in entries):
+        if name not in PER_TOKEN and not any(map(_is_row, entries)):
             return
-        for i, (entry, want) in enumerate(zip(entries, map(len, self.response_ids), strict=True)):
-            got: int | str = len(entry) if isinstance(entry, Sized) else "no list of"
+        wanted = Tokens.of(self.response_ids).lengths.tolist()
+        if isinstance(entries, Tokens):
+            sizes: list[int | str] = entries.lengths.tolist()
+        else:
+            sizes = [len(entry) if _is_row(entry) else "no list of" for entry in entries]
+        for i, (got, want) in enumerate(zip(sizes, wanted, strict=True)):
             if got != want:
                 text = f"{name} {i} has {got} numbers for {want} response tokens"
                 raise ValueError(f"{text}; pass one per token")
@@ -244,6 +248,11 @@ class SequenceBatch:
         """The number of tokens of each sequence, including its prompt."""
         both = Tokens.of(self.prompt_ids).lengths + Tokens.of(self.response_ids).lengths
         return both.tolist()
+
+
+def _is_row(entry: Any) -> bool:
+    """Return whether an entry has a number per token; a tensor may be a number."""
+    return isinstance(entry, Sized) and bool(getattr(entry, "ndim", 1))
 
 
 def dispatch(

@@ -65,7 +65,7 @@ def _checked_terms(made: Any, function: Callable[..., Any], log_ratio: Tensor) -
             got = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
             rule = f"returned {got} as {name}, and there are {len(log_ratio)} tokens"
             raise ValueError(f"{function} {rule}; return a tensor with a term for each token")
-    return made
+    return made._replace(low=made.low.bool(), high=made.high.bool())
 
 
 def ppo_clip(loss: PolicyLoss, log_ratio: Tensor, advantages: Tensor) -> PolicyTerms:

@@ -35,15 +35,18 @@ class Tokens(Sequence[list[Any]]):
             raise ValueError(f"{total}; pass one number for each token")
 
     @classmethod
-    def of(cls, rows: Rows, dtype: Any = np.float64) -> Tokens:
-        """Return the numbers of some answers; Tokens as they are.
+    def of(cls, rows: Rows, dtype: Any = None) -> Tokens:
+        """Return the numbers of some answers.
 
         Args:
             rows: Tokens, or a sequence of numbers for each answer.
-            dtype: Dtype of the numbers, if they come as sequences.
+            dtype: Dtype of the numbers; None: that of Tokens, or fp64.
         """
         if isinstance(rows, Tokens):
-            return rows
+            return (
+                rows if dtype is None else rows.with_values(rows.values.astype(dtype, copy=False))
+            )
+        dtype = np.float64 if dtype is None else dtype
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         if any(isinstance(row, np.ndarray) for row in rows):
             values: NDArray[Any] = np.concatenate([np.asarray(row, dtype) for row in rows])

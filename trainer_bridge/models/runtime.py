@@ -84,7 +84,7 @@ class Runtime:
 
     def numbers(self, tensor: Tensor) -> NDArray[np.float64]:
         """Read a tensor [N] from the device."""
-        return tensor.cpu().double().numpy()
+        return tensor.detach().cpu().double().numpy()
 
     def sum_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum the values of all ranks element by element, in fp64."""

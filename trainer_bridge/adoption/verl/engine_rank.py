@@ -73,7 +73,7 @@ class EngineRank(UpdateSide):
         group = self._join(places[self._rank], str(device))
         dtype: torch.dtype = getattr(torch, given.dtype)
         options = dict(given.engine)
-        if gpu and "kv_tokens" not in options:
+        if gpu and options.get("kv_tokens") is None:
             options.setdefault("gpu_share", given.share)
         try:
             self.held = StreamingEngine.from_pretrained(

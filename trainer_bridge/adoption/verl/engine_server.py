@@ -215,6 +215,7 @@ def rank_settings(
         "seed": replica + config.seed,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "expert_parallel": config.expert_parallel_size,
+        "filters": config.top_k > 0 or config.top_p < 1,
     }
     return RankSettings(
         path=path,
