@@ -78,7 +78,7 @@ def _in_turn_of_sets(groups: Sequence[list[Row]], turn: int) -> Iterator[list[Ro
 
 
 def _record(samples: Any, score: Any, place: int, group: int) -> Row:
-    problem = samples.problems[place]
+    problem, versions = samples.problems[place], samples.weight_versions
     return {
         "set": samples.tasks[place].name,
         "group": group,
@@ -91,7 +91,7 @@ def _record(samples: Any, score: Any, place: int, group: int) -> Row:
         "fault": score.fault,
         "finish_reason": "stop" if samples.ended[place] else "length",
         "tokens": len(samples.response_ids[place]),
-        "weight_versions": samples.weight_versions.runs(place),
+        "weight_versions": None if versions is None else versions.runs(place),
     }
 
 

@@ -31,11 +31,11 @@ class Samples:
         prompt_ids: Token ids of its prompt.
         response_ids: Token ids of the answer.
         logprobs: The rollout's log-probability of each response token.
-        weight_versions: Version of the weights that sampled each response token.
         texts: Text of the answer, without the end token.
         ended: Whether the answer ended by the model's end token instead of max_tokens.
         routed_experts: With `router_replay`, as in `SequenceBatch`.
         rendered: Prompt of each answer as the chat template writes it.
+        weight_versions: Version of the weights that sampled each response token, if it is known.
     """
 
     tasks: list[Task]
@@ -43,11 +43,11 @@ class Samples:
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     logprobs: Tokens
-    weight_versions: Tokens
     texts: list[str]
     ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
     rendered: list[str] | None = None
+    weight_versions: Tokens | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:

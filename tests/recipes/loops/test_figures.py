@@ -69,7 +69,6 @@ def step_of(scores: Sequence[Scored], tasks: Sequence[Task]) -> dict[str, Any]:
         prompt_ids=[[1]] * count,
         response_ids=[[2] * len(row) for row in logprobs],
         logprobs=logprobs,
-        weight_versions=logprobs,
         texts=[""] * count,
         ended=[True] * (count - 1) + [False],
     )

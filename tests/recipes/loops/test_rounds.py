@@ -75,7 +75,6 @@ class FakeLoop:
             prompt_ids=[[number] for number in numbers],
             response_ids=[[number, index % SIZE] for index, number in enumerate(numbers)],
             logprobs=Tokens.of([[0.0, 0.0]] * len(numbers)),
-            weight_versions=Tokens.of([[1, 1]] * len(numbers)),
             texts=[""] * len(numbers),
             ended=[ended for _, ended in group],
             routed_experts=[None] * len(numbers) if self._replays else None,

@@ -84,7 +84,6 @@ def answers(lengths: list[int]) -> Samples:
         prompt_ids=[[1]] * count,
         response_ids=[[2] * length for length in lengths],
         logprobs=Tokens.of([[-1.0] * length for length in lengths]),
-        weight_versions=Tokens.of([[1] * length for length in lengths]),
         texts=[""] * count,
         ended=[True] * count,
     )
