@@ -42,9 +42,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: The message has a line for each fault: place, key and value, rule, remedy.
     """
     file = find_recipe(path)
-    algorithm = read_values(file, overrides).get("algorithm", "grpo")
-    overrides = words_now(overrides, algorithm)
-    values = values_now(read_values(file, overrides), algorithm)
+    values = read_values(file, overrides)
+    algorithm = values.get("algorithm", "grpo")
+    if (words := words_now(overrides, algorithm)) != [*overrides]:
+        values, overrides = read_values(file, words), words
+    values = values_now(values, algorithm)
     typed = [override.partition("=")[0] for override in overrides]
 
     def placed(key: str, fault: str) -> str:

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from recipes.config import sections
 from recipes.config.recipe import Recipe, default_of, keys_of, remedy_of
-from recipes.config.sections import DATA_ENDINGS, CorrectionSection, TaskSection, shapes
+from recipes.config.sections import (
+    DATA_ENDINGS,
+    WITHIN_GROUPS,
+    CorrectionSection,
+    TaskSection,
+    shapes,
+)
 from recipes.errors import RecipeError, shown
 
 HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -254,13 +260,13 @@ def _of_grpo(recipe: Recipe) -> Faults:
     if ":" in grpo.baseline and grpo.scale in ("group", "batch"):
         rule = "would divide by 0 where all rewards are equal, which your grpo.baseline may compare"
         yield "grpo.scale", rule, "set grpo.scale=none, or a function of yours"
-    if grpo.baseline not in ("group", "leave_one_out") and grpo.sampling_rounds > 1:
+    if grpo.baseline not in WITHIN_GROUPS and grpo.sampling_rounds > 1:
         rule = f"needs advantages within groups, not grpo.baseline={grpo.baseline}"
         yield "grpo.sampling_rounds", rule
     if grpo.baseline == "batch" and recipe.answers_per_step == 1:
         rule = "leaves grpo.baseline=batch a single answer"
         yield "loop.prompts_per_step", rule, "set loop.prompts_per_step=8"
-    if grpo.baseline in ("group", "leave_one_out") and recipe.samples_per_prompt == 1:
+    if grpo.baseline in WITHIN_GROUPS and recipe.samples_per_prompt == 1:
         rule = f"leaves grpo.baseline={grpo.baseline} nothing to compare an answer with"
         yield "loop.samples_per_prompt", rule, "set loop.samples_per_prompt=8"
 

@@ -38,6 +38,8 @@ Named = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]
 Scale = Literal["group", "batch", "none"]
+WITHIN_GROUPS = ("group", "leave_one_out")
+"""Baselines whose advantages are 0 in a group of equal rewards."""
 Wish = Literal["auto", "always", "never"]
 Gpu = Literal["h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb"]
 GPUS = get_args(Gpu)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -42,35 +42,45 @@ def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: in
     if not limit:
         return []
     groups = _groups_of(batches)
-    chosen: list[Row] = []
+    chosen: list[_Answer] = []
     for group in _in_turn_of_sets(groups, row["step"] if row["kind"] == "train" else 0):
         if chosen and len(chosen) + len(group) > limit:
             break
         chosen += group[:limit]
     answers = list(itertools.chain.from_iterable(groups))
     taken = set(map(id, chosen))
-    faulty = [id(answer) for answer in answers if answer["fault"] and id(answer) not in taken]
+    faulty = [id(answer) for answer in answers if answer.score.fault and id(answer) not in taken]
     taken |= {*faulty[:FAULTY]}
     head = {"kind": row["kind"], "step": row["step"]}
-    return [{**head, **answer} for answer in answers if id(answer) in taken]
+    return [{**head, **_record(*answer)} for answer in answers if id(answer) in taken]
 
 
-def _groups_of(batches: Sequence[tuple[Any, Sequence[Any]]]) -> list[list[Row]]:
+class _Answer(NamedTuple):
+    """An answer: its samples, its score, its place in these, and the number of its prompt."""
+
+    samples: Any
+    score: Any
+    place: int
+    group: int
+
+
+def _groups_of(batches: Sequence[tuple[Any, Sequence[Any]]]) -> list[list[_Answer]]:
     """Return the answers in groups of the same prompt, whose answers are adjacent."""
-    groups: list[list[Row]] = []
+    groups: list[list[_Answer]] = []
     for samples, scores in batches:
         prompts = map(id, samples.problems)
         places = itertools.groupby(enumerate(prompts), key=itemgetter(1))
         for number, (_, group) in enumerate(places, len(groups)):
-            groups.append([_record(samples, scores[at], at, number) for at, _ in group])
+            groups.append([_Answer(samples, scores[at], at, number) for at, _ in group])
     return groups
 
 
-def _in_turn_of_sets(groups: Sequence[list[Row]], turn: int) -> Iterator[list[Row]]:
+def _in_turn_of_sets(groups: Sequence[list[_Answer]], turn: int) -> Iterator[list[_Answer]]:
     """Yield a group of each set, then the next of each; `turn` decides which set comes first."""
-    by_set: dict[str, list[list[Row]]] = {}
+    by_set: dict[str, list[list[_Answer]]] = {}
     for group in groups:
-        by_set.setdefault(group[0]["set"], []).append(group)
+        samples, _, place, _ = group[0]
+        by_set.setdefault(samples.tasks[place].name, []).append(group)
     names = sorted(by_set)
     first = turn % max(1, len(names))
     turns = itertools.zip_longest(*(by_set[name] for name in names[first:] + names[:first]))

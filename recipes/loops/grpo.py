@@ -25,6 +25,7 @@ order is a function of (recipe.seed, step), like prompts and sampling seeds.
 from typing import Any
 
 from recipes.config.recipe import Recipe
+from recipes.config.sections import WITHIN_GROUPS
 from recipes.loops.advantages import compute_advantages
 from recipes.loops.corrections import correct_step
 from recipes.loops.figures import answer_figures
@@ -51,7 +52,7 @@ class GrpoLoop(Loop):
         else:  # no group with signal
             self.to_train()
         samples, scores, seconds = sampled.samples, sampled.scoring(), self.sampling_seconds
-        if recipe.grpo.baseline in ("group", "leave_one_out"):  # others find signal elsewhere
+        if recipe.grpo.baseline in WITHIN_GROUPS:
             row["groups_without_signal"] = learnable(samples, scores, recipe).count(False)
         return row | answer_figures(samples, scores, seconds, self.setup.tasks.trained)
 

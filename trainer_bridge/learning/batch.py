@@ -15,7 +15,7 @@ from torch import Tensor
 from memsaver.ops.layout import round_up, send_together
 from rollout.model import longest_context
 from rollout.requests import COLDEST
-from trainer_bridge.learning.tokens import Rows, Tokens
+from trainer_bridge.learning.tokens import Rows, Tokens, places_of
 from trainer_bridge.models.packing import Packing
 
 _PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
@@ -245,7 +245,7 @@ class SequenceBatch:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sequence, including its prompt."""
+        """Return the number of tokens of each sequence, including its prompt."""
         both = Tokens.of(self.prompt_ids).lengths + Tokens.of(self.response_ids).lengths
         return both.tolist()
 
@@ -332,7 +332,7 @@ def lay_out(
     values = np.concatenate([*chain.from_iterable(parts)])
     sizes = np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
-    place = np.arange(len(values)) - (np.cumsum(sizes) - sizes)[sequence]  # in its sequence
+    place = places_of(sizes)
     shape = (1, len(values)) if packed else (len(sizes), max(lengths))
     at = np.arange(len(values)) if packed else sequence * shape[1] + place  # in the rows
 
