@@ -27,9 +27,9 @@ CPU_TOKENS = 4096  # of a pool on a CPU, whose memory other programs use, too
 WITH_SAVER, ALONE = 0.9, 0.4  # shares of the free memory, see `Engine.from_pretrained`
 _WORKSPACE = 32 << 20  # of cuBLAS on Hopper; the graphs have one, and the other steps one
 _SMALL, _SEGMENT = 2 << 20, 20 << 20  # segments of torch for tensors below 1 MiB, and above
-# Bytes of a filtered logit when `keep_top` sums sorted probabilities: five fp32 tensors of
-# `_choose_torch` and `_draw`, values and order of the sort, two fp64 sums, a mask, and the result.
-FILTERED = 5 * 4 + 4 + 8 + 2 * 8 + 1 + 4
+# Bytes of a filtered logit, measured at the peak of `keep_top`. Below 128 rows, torch sorts all
+# rows at once, which takes more than sorting each row.
+_FEW_ROWS, _FILTERED, _FILTERED_OF_FEW = 127, 54, 66
 
 
 class PoolSizeError(ValueError):
@@ -87,7 +87,7 @@ class RankBytes:
             rows -= len(self.layout.layers("sliding")) * (tokens - window)
         return rows * row + (config.state_slots + 1) * self.layout.state_bytes
 
-    def step(self, per_logit: int = 0) -> int:
+    def step(self, filters: bool = False) -> int:
         """Return the bytes of the temporaries of a step, which has a prefill and decodes.
 
         The forward makes a layer's temporaries and leaves logits in the model's dtype. Sampling
@@ -95,14 +95,16 @@ class RankBytes:
         filters to fp32. Ranks have their columns, those of all ranks, and joined rows before.
 
         Args:
-            per_logit: Further bytes of a logit, such as `FILTERED` if all samples have filters.
+            filters: Whether any number of samples may have top-k or top-p.
         """
-        config = self.config
+        config, running = self.config, self.config.max_running
         copies = 2 if config.tensor_parallel_size == 1 else 4
-        per_logit += copies * self.dtype.itemsize
-        logits = config.max_running * self.model.vocab_size * per_logit
-        rows = config.max_running + config.max_prefill_tokens
-        return max(logits + _SMALL, self._forward(rows))
+        per_column = running * copies * self.dtype.itemsize
+        if filters:
+            few = min(running, _FEW_ROWS) * _FILTERED_OF_FEW
+            per_column += max(few, running * _FILTERED)
+        logits = self.model.vocab_size * per_column
+        return max(logits + _SMALL, self._forward(running + config.max_prefill_tokens))
 
     @property
     def graphs(self) -> int:
@@ -129,8 +131,8 @@ class RankBytes:
 
         With `filters`, all samples of a step may have top-k or top-p.
         """
-        config, step = self.config, self.step(FILTERED if filters else 0)
-        fixed = self.weights + step + self.graphs + 2 * _WORKSPACE
+        config = self.config
+        fixed = self.weights + self.step(filters) + self.graphs + 2 * _WORKSPACE
         longest = config.max_context_len or self.model.max_position_embeddings
         width = max(width for _, width in self.layout.rows.values())
         fixed += (
@@ -159,8 +161,8 @@ def pool_size(
         total: Bytes of the device.
         share: Share of the device, in (0, 1], for weights, KV cache, steps and CUDA graphs.
         dtype: Dtype of weights and computation.
-        filters: Whether there is room for top-k or top-p in all samples of a step, which takes 53
-            bytes for each of their logits.
+        filters: Whether there is room for top-k or top-p in all samples of a step, which takes up
+            to 66 bytes for each of their logits.
 
     Returns:
         A multiple of `page_size`, equal on all ranks.

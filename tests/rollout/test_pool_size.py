@@ -15,7 +15,7 @@ import torch
 from rollout import DoubleSparsity, Engine, EngineConfig, SamplingParams, pool_size
 from rollout.model import ModelConfig, load_model_config
 from rollout.parallel import TensorParallel
-from rollout.pool_size import CPU_TOKENS, FILTERED, PoolSizeError, RankBytes, sized
+from rollout.pool_size import CPU_TOKENS, PoolSizeError, RankBytes, sized
 from tests.helpers.models import MLA, save_tiny
 
 PAGE = 4096  # bytes, of the host backend
@@ -102,13 +102,15 @@ def test_step_with_more_rows_tokens_or_filters_takes_more(tmp_path: Path) -> Non
     model, config = model_of(tmp_path), EngineConfig(max_running=4096)
     wide = replace(model, vocab_size=150_000)
 
-    def step(dtype: torch.dtype = torch.bfloat16, per_logit: int = 0, **changes: Any) -> int:
-        return RankBytes(wide, replace(config, **changes), dtype).step(per_logit)
+    def step(dtype: torch.dtype = torch.bfloat16, filters: bool = False, **changes: Any) -> int:
+        return RankBytes(wide, replace(config, **changes), dtype).step(filters)
 
     logits = 4096 * wide.vocab_size
     assert step() - step(max_running=2048) == logits // 2 * 2 * 2  # two copies of bf16
     assert step(torch.float32) - step() == logits * 2 * 2
-    assert step(per_logit=FILTERED) - step() == FILTERED * logits
+    assert step(filters=True) - step() == 54 * logits
+    filtered = [step(filters=True, max_running=rows) for rows in range(1, 200)]
+    assert filtered == sorted(filtered)  # although few rows take more than many for each
     assert step(tensor_parallel_size=2) - step() == logits * 2 * 2  # all ranks' and joined rows
     few = {"max_running": 1}
     assert step(max_prefill_tokens=1 << 20, **few) > 100 * step(max_prefill_tokens=1 << 10, **few)
@@ -169,21 +171,23 @@ def test_default_pool_of_a_gpu_leaves_room_and_serves_filtered_requests(tmp_path
     """Build engines without `kv_tokens`, and compare the memory of a step with its estimate."""
     save_tiny(tmp_path, "qwen2", vocab_size=150_000, max_position_embeddings=1 << 19)
     gpu = torch.device("cuda:0")
-    before, total = torch.cuda.mem_get_info(gpu)
-    engine = Engine.from_pretrained(tmp_path, gpu, torch.bfloat16, max_running=16)
-    assert engine.config.kv_tokens is not None
-    rank = RankBytes(engine.model, engine.config, torch.bfloat16)
-    most = 16 * engine.model.max_position_embeddings
-    assert rank.taken(engine.config.kv_tokens, True) <= 0.4 * before
-    more = rank.taken(engine.config.kv_tokens + 16, True)
-    assert engine.config.kv_tokens == most or more > 0.39 * before
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(gpu)
-    idle = torch.cuda.memory_allocated(gpu)
-    params = SamplingParams(max_tokens=4, n=16, top_p=0.9, top_k=1000, ignore_eos=True)
-    engine.generate([[1, 2, 3]], params)
-    workspace = 32 << 20  # of cuBLAS
-    assert torch.cuda.max_memory_allocated(gpu) - idle <= rank.step(FILTERED) + workspace
+    for running in (16, 160):  # rows that torch sorts at once, and one by one
+        before, total = torch.cuda.mem_get_info(gpu)
+        engine = Engine.from_pretrained(tmp_path, gpu, torch.bfloat16, max_running=running)
+        assert engine.config.kv_tokens is not None
+        rank = RankBytes(engine.model, engine.config, torch.bfloat16)
+        most = running * engine.model.max_position_embeddings
+        assert rank.taken(engine.config.kv_tokens, True) <= 0.4 * before
+        more = rank.taken(engine.config.kv_tokens + 16, True)
+        assert engine.config.kv_tokens == most or more > 0.39 * before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        idle = torch.cuda.memory_allocated(gpu)
+        params = SamplingParams(max_tokens=4, n=running, top_p=0.9, top_k=1000, ignore_eos=True)
+        engine.generate([[1, 2, 3]], params)
+        workspace = 32 << 20  # of cuBLAS
+        assert torch.cuda.max_memory_allocated(gpu) - idle <= rank.step(filters=True) + workspace
+        del engine
     shared = Engine.from_pretrained(tmp_path, gpu, torch.bfloat16, max_running=16, gpu_share=0.05)
     assert shared.config.kv_tokens is not None
     assert shared.cache.pool.nbytes <= 0.05 * total
