@@ -1,17 +1,23 @@
-"""The Markdown pages and their code blocks."""
+"""The Markdown pages and their code blocks.
+
+`python -m tests.helpers.docs.pages` writes the example files into the pages that show them.
+"""
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# a block that includes a file begins with "``` {.python}", which ruff does not format
-FENCE = re.compile(r"^( *)```(?: \{\.)?(\w*)([^}`]*)\}?\s*$")
+FENCE = re.compile(r"^( *)```(\w*)([^`]*)$")
 NOT_RUN = re.compile(r"^\s*<!-- not run: (.+) -->\s*$")
-SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
+# A paragraph that ends in a block links the file that the block shows. Such links are HTML because
+# MkDocs refuses Markdown links to files outside of docs/.
+SNIPPET = re.compile(r'<a href="(?:\.\./)+(examples/[\w./]+)">')
+BEFORE = {"plain_loop_with_cycle.py": "plain_loop.py"}  # of a block that shows a diff
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +30,18 @@ class Block:
     options: str  # the text after the language
     text: str
     not_run: str | None  # the reason in the comment above the block
+    snippet: str | None  # path of the file that the block shows
 
     @property
-    def snippet(self) -> str | None:
-        """Return the path of the file that the block includes."""
-        match = SNIPPET.match(self.text.strip())
-        return match[1] if match else None
+    def expected(self) -> str:
+        """Return the text of the file, or its difference from the file before, marked by line."""
+        assert self.snippet is not None
+        path = ROOT / self.snippet
+        after = path.read_text().splitlines()
+        if self.language == "diff":
+            before = path.with_name(BEFORE[path.name]).read_text().splitlines()
+            after = [line for line in difflib.ndiff(before, after) if not line.startswith("?")]
+        return "\n".join(line.rstrip() for line in after)
 
     def compile(self) -> object:
         """Compile the block so that tracebacks name the page and the line."""
@@ -54,6 +66,7 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
         text = "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end])
         reason = _reason(lines, number)
         about = {"language": opened[2], "options": opened[3].strip(), "not_run": reason}
+        about["snippet"] = _snippet(lines, number)
         fenced.append(Block(page=page, line=number + 2, text=text, **about))
         number = end + 1
     return [block for block in fenced if language in (None, block.language)]
@@ -63,3 +76,24 @@ def _reason(lines: list[str], fence: int) -> str | None:
     above = [line for line in lines[max(0, fence - 2) : fence] if line.strip()]
     match = NOT_RUN.match(above[-1]) if above else None
     return match[1] if match else None
+
+
+def _snippet(lines: list[str], fence: int) -> str | None:
+    if fence < 2 or lines[fence - 1]:
+        return None
+    paragraph = "\n".join(lines[:fence]).rstrip().rpartition("\n\n")[2]
+    files = SNIPPET.findall(paragraph)
+    return files[-1] if files else None
+
+
+def write_snippets() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        for block in blocks(page):
+            if block.snippet is not None:
+                text = text.replace(f"\n{block.text}\n```", f"\n{block.expected}\n```", 1)
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    write_snippets()
