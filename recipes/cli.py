@@ -104,6 +104,20 @@ def _export(arguments: Namespace) -> int:
     return 0
 
 
+def _evaluate(arguments: Namespace) -> int:
+    """Evaluate a model as a run does: a recipe's before training, a run's, or any folder's."""
+    from recipes.evaluate_model import Question, evaluate_model
+
+    subject, overrides = recipe_and_overrides(arguments)
+    if subject is None:
+        raise RecipeError("evaluate: names no model; try: memsaver evaluate runs/NAME")
+    names = ("recipe", "data", "rewards", "limit")
+    question = Question(overrides=overrides, **{name: vars(arguments)[name] for name in names})
+    which = {"step": arguments.step, "best": arguments.best}
+    evaluate_model(subject, question, out=arguments.out, **which)
+    return 0
+
+
 def _report(arguments: Namespace) -> int:
     """Write one HTML page about a run, which needs no other file and no network."""
     from recipes.logs.report_page import write_report
@@ -149,6 +163,7 @@ examples:
   memsaver run smollm2-135m steps=3              GRPO on sums; on a GPU if there is one
   memsaver run --resume steps=80                 continue the newest run from its last checkpoint
   memsaver export runs/tiny-... --to my-model    a Hugging Face folder, for transformers or vLLM
+  memsaver evaluate runs/tiny-... --data my.jsonl  held-out figures of a model, on any problems
   memsaver samples runs/tiny-...                 print some of the newest answers
   memsaver report runs/tiny-...                  write one page about the run for the browser
 
@@ -190,18 +205,20 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
-        execute: Callable[[Namespace], int], brief: str, words: bool = False
+        execute: Callable[[Namespace], int], brief: str, words: str = ""
     ) -> argparse.ArgumentParser:
         name, text = execute.__name__[1:].replace("_", "-"), execute.__doc__
         own = commands.add_parser(name, help=brief, description=text)
         own.add_argument("--verbose", action="store_true", help="show the traceback of a failure")
         own.set_defaults(execute=execute)
         if words:
-            shown, how = "RECIPE [KEY=VALUE ...]", "YAML file or packaged name, then overrides"
+            subject, how = words.split(": ")
+            shown, how = f"{subject} [KEY=VALUE ...]", f"{how}, then overrides"
             own.add_argument("words", nargs="*", metavar=shown, help=how)
         return own
 
-    add = command(_run, "run a recipe", words=True).add_argument
+    recipe = "RECIPE: YAML file or packaged name"
+    add = command(_run, "run a recipe", recipe).add_argument
     default = "where to write (default runs/RECIPE-DATE-TIME)"
     add("--run-dir", type=Path, metavar="DIR", help=default)
     again = "continue the run in DIR (default: the newest under runs/) from its last checkpoint"
@@ -209,7 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(_recipes, "list the packaged recipes")
     add = command(_keys, "list all keys of a recipe").add_argument
     add("--schema", action="store_true", help="as a JSON schema, for editors")
-    add = command(_plan, "plan the memory of a recipe", words=True).add_argument
+    add = command(_plan, "plan the memory of a recipe", recipe).add_argument
     add("--gpu", metavar="GPU[:N]", help="plan for N of these GPUs, such as h100-80gb:8")
     unstaged = "wake the whole engine before the sync"
     add("--unstaged", action="store_true", help=unstaged)
@@ -231,6 +248,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--to", type=Path, metavar="DIR", required=True, help="where to write, a new folder")
     add("--merge", action="store_true", help="the whole model with the adapters merged")
     newest = "step of the checkpoint (default: the newest)"
+    either("--step", type=at_least(1), metavar="N", help=newest)
+    either("--best", action="store_true", help="the checkpoint of the best evaluation")
+    several = "MODEL: recipe, folder of a run, or model (a folder or ORG/NAME)"
+    own = command(_evaluate, "evaluate a model", several)
+    add, either = own.add_argument, own.add_mutually_exclusive_group().add_argument
+    add("--recipe", metavar="RECIPE", help="whose sets, rewards and settings to use")
+    add("--data", metavar="FILE", help="answer all of this data file instead of the recipe's sets")
+    function = "reward function of --data; may be given several times"
+    add("--reward", action="append", dest="rewards", default=[], metavar="NAME", help=function)
+    most = "problems of each set (default: eval.problems; of --data: all)"
+    add("--limit", type=at_least(1), metavar="N", help=most)
+    add("--out", type=Path, metavar="DIR", help="new folder for metrics.jsonl and samples.jsonl")
     either("--step", type=at_least(1), metavar="N", help=newest)
     either("--best", action="store_true", help="the checkpoint of the best evaluation")
     add = command(_report, "write a page about a run").add_argument

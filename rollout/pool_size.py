@@ -87,7 +87,7 @@ class RankBytes:
             rows -= len(self.layout.layers("sliding")) * (tokens - window)
         return rows * row + (config.state_slots + 1) * self.layout.state_bytes
 
-    def step(self, filters: bool = False) -> int:
+    def step(self, per_logit: int = 0, *, filters: bool = False) -> int:
         """Return the bytes of the temporaries of a step, which has a prefill and decodes.
 
         The forward makes a layer's temporaries and leaves logits in the model's dtype. Sampling
@@ -95,11 +95,12 @@ class RankBytes:
         filters to fp32. Ranks have their columns, those of all ranks, and joined rows before.
 
         Args:
+            per_logit: Further bytes of a logit.
             filters: Whether any number of samples may have top-k or top-p.
         """
         config, running = self.config, self.config.max_running
         copies = 2 if config.tensor_parallel_size == 1 else 4
-        per_column = running * copies * self.dtype.itemsize
+        per_column = running * (per_logit + copies * self.dtype.itemsize)
         if filters:
             few = min(running, _FEW_ROWS) * _FILTERED_OF_FEW
             per_column += max(few, running * _FILTERED)
@@ -132,7 +133,7 @@ class RankBytes:
         With `filters`, all samples of a step may have top-k or top-p.
         """
         config = self.config
-        fixed = self.weights + self.step(filters) + self.graphs + 2 * _WORKSPACE
+        fixed = self.weights + self.step(filters=filters) + self.graphs + 2 * _WORKSPACE
         longest = config.max_context_len or self.model.max_position_embeddings
         width = max(width for _, width in self.layout.rows.values())
         fixed += (

@@ -59,10 +59,10 @@ OUTSIDE = "outside.json"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
 
 
-def check_holds_run(option: str, path: Path) -> None:
-    """Raise a RecipeError unless the folder that an option names holds a run."""
-    if not (path / "recipe.yaml").is_file():
-        rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
+def check_holds_run(option: str, path: Path, file: str = "recipe.yaml") -> None:
+    """Raise a RecipeError unless the folder that an option names has this file of a run."""
+    if not (path / file).is_file():
+        rule = f"holds no run (no {file}); give the folder that memsaver run printed"
         raise RecipeError(f"{option} {path}: {rule}")
 
 

@@ -34,19 +34,42 @@ class Evaluation:
 
 def evaluate(rollout: Rollout, setup: Setup, rewards: Rewards) -> Evaluation:
     """Answer the same problems as every evaluation of the run, with the same seeds."""
-    recipe, sets = setup.recipe, problem_sets(setup)
+    sets = problem_sets(setup)
+    samples = answer_held_out(rollout, setup, prompts_of(sets))
+    scores = rewards.submit(samples.answers())()
+    return evaluation_of(sets, samples, scores, setup.recipe.eval.samples)
+
+
+def prompts_of(sets: Sequence[tuple[Task, Sequence[Problem]]]) -> list[tuple[Task, Problem]]:
+    """Return the problems of all sets, each with its set."""
     prompts: list[tuple[Task, Problem]] = []
     for task, problems in sets:
         prompts += ((task, problem) for problem in problems)
+    return prompts
+
+
+def answer_held_out(
+    rollout: Rollout, setup: Setup, prompts: Sequence[tuple[Task, Problem]]
+) -> Samples:
+    """Answer problems as every evaluation of the run does, `eval.samples` times each."""
+    recipe = setup.recipe
     seeds = [evaluation_seed(recipe.seed, task, problem) for task, problem in prompts]
     how: dict[str, Any] = {"temperature": recipe.eval.temperature, "samples": recipe.eval.samples}
-    samples = answer(rollout, setup, prompts, seeds, **how)
-    scores = rewards.submit(samples.answers())()
+    return answer(rollout, setup, prompts, seeds, **how)
+
+
+def evaluation_of(
+    sets: Sequence[tuple[Task, Sequence[Problem]]],
+    samples: Samples,
+    scores: list[Scored],
+    count: int,
+) -> Evaluation:
+    """Return the evaluation that has `count` answers to each problem of the sets, in order."""
     row: dict[str, Any] = {}
     begin = 0
     for suffix, (_, problems) in zip(suffixes(sets), sets, strict=True):
-        end = begin + len(problems) * recipe.eval.samples
-        figures = figures_of(samples, scores, slice(begin, end), recipe.eval.samples)
+        end = begin + len(problems) * count
+        figures = figures_of(samples, scores, slice(begin, end), count)
         row |= {name + suffix: value for name, value in figures.items()}
         begin = end
     return Evaluation(row=row, samples=samples, scores=scores)

@@ -24,7 +24,7 @@ RUNNABLE = {
 }
 LONGEST_CELL = 200
 MOST_LINES = {"docs/benchmarks.md": 300, "docs/testing.md": 100}
-COMMANDS = "run|plan|samples|export|report|trace-mismatch|fetch|doctor|keys"
+COMMANDS = "run|plan|samples|export|evaluate|report|trace-mismatch|fetch|doctor|keys"
 MEMSAVER = re.compile(rf"^(?:\S*/)?memsaver ((?:{COMMANDS})\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
 TARGETS = {name for pair in TARGETS for name in pair}
@@ -99,11 +99,8 @@ def test_memsaver_commands_parse() -> None:
         except SystemExit:
             line = f"{name_of(page)}:{number}: memsaver {' '.join(words)}"
             pytest.fail(f"{line}: not a command of this version")
-        named = [
-            word
-            for word in getattr(parsed, "words", [])[:1]
-            if "=" not in word and not word.isupper()
-        ]
+        recipes = getattr(parsed, "words", [])[: words[0] != "evaluate"]
+        named = [word for word in recipes if "=" not in word and not word.isupper()]
         shown_files = {Path(block.snippet).name for block in blocks(page) if block.snippet}
         for recipe in named:
             known = (

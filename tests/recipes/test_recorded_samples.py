@@ -204,4 +204,4 @@ def test_request_without_samples_fails_in_one_line_with_status_2(
     (folder.path / "samples.jsonl").unlink()
     assert "no sample is recorded yet; a run with samples=16 records" in shown(status=2)
     assert main(["samples", str(tmp_path)]) == 2
-    assert "holds no run (no recipe.yaml)" in capsys.readouterr().err
+    assert "holds no run (no metrics.jsonl)" in capsys.readouterr().err

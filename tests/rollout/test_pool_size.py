@@ -103,7 +103,7 @@ def test_step_with_more_rows_tokens_or_filters_takes_more(tmp_path: Path) -> Non
     wide = replace(model, vocab_size=150_000)
 
     def step(dtype: torch.dtype = torch.bfloat16, filters: bool = False, **changes: Any) -> int:
-        return RankBytes(wide, replace(config, **changes), dtype).step(filters)
+        return RankBytes(wide, replace(config, **changes), dtype).step(filters=filters)
 
     logits = 4096 * wide.vocab_size
     assert step() - step(max_running=2048) == logits // 2 * 2 * 2  # two copies of bf16
