@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, typed
-from recipes.logs.metric_rows import METRICS, Row, json_lines, whole_rows
+from recipes.logs.metric_rows import METRICS, Row, json_lines, position_of, whole_rows
 from recipes.logs.trackers import Tracker, figures_of, make_tracker
 
 RUNS = "trackers.jsonl"
@@ -25,13 +25,8 @@ MOST_WAITING = 1000  # rows for one tracker; further ones are left out
 FAILURES = (Exception, SystemExit)  # of a tracker's library
 GRACE = 30.0  # seconds in which the end of a run waits for its trackers
 
-Place = tuple[int, bool]
-"""Step and kind of a row, in the order of rows: a step, then the evaluation after it."""
-NOWHERE: Row = {"step": -1, "kind": "train"}
-
-
-def place_of(row: Mapping[str, Any]) -> Place:
-    return row["step"], row["kind"] == "eval"
+NOWHERE: Row = {"kind": "train", "step": -1}
+"""Place before all rows."""
 
 
 class Delivery:
@@ -40,12 +35,12 @@ class Delivery:
     Args:
         name: Name of the tracker, as in the recipe.
         tracker: The tracker, which has been started; the thread closes it.
-        newest: Place of the newest row that the tracker has had in earlier sessions.
+        newest: Newest row that the tracker has had in earlier sessions; kind and step count.
         tell: Takes lines for the user.
     """
 
     def __init__(
-        self, name: str, tracker: Tracker, newest: Place, tell: Callable[[str], None]
+        self, name: str, tracker: Tracker, newest: Row, tell: Callable[[str], None]
     ) -> None:
         self.name, self._tracker, self.newest = name, tracker, newest
         self._tell = lambda text: tell(f"tracker {name}: {text}")
@@ -57,9 +52,9 @@ class Delivery:
 
     def offer(self, row: Row, samples: Sequence[Row]) -> None:
         """Deliver a row soon, unless the tracker keeps figures and has had the row."""
-        if self._tracker.keeps and place_of(row) <= self.newest:
+        if self._tracker.keeps and position_of(row) <= position_of(self.newest):
             return
-        self.newest = place_of(row)
+        self.newest = row
         self._offered += 1
         if self._waiting.qsize() < MOST_WAITING:
             self._waiting.put((row, samples))
@@ -132,22 +127,17 @@ class Trackers:
             except FAILURES as error:
                 rule = f"cannot start: {typed(error)}; correct that, or drop it from trackers"
                 raise RecipeError(f"trackers={name}: {rule}") from error
-            newest = max(before, last, key=place_of) if before else NOWHERE
-            place = {"kind": newest["kind"], "step": newest["step"]}
-            runs[name] = {"tracker": name, "run_id": run_id, **place}
-            self._deliveries.append(Delivery(name, tracker, place_of(newest), self._notes.put))
+            newest = max(before, last, key=position_of) if before else NOWHERE
+            runs[name] = {"tracker": name, "run_id": run_id}
+            self._deliveries.append(Delivery(name, tracker, newest, self._notes.put))
         self._runs, self._file = runs, folder / RUNS
-        self._write()
+        self.record()
 
     def record(self) -> None:
         """Record the newest rows that were offered, before rows are cut back for a restart."""
         for delivery in self._deliveries:
-            step, evaluated = delivery.newest
-            kind = "eval" if evaluated else "train"
-            self._runs[delivery.name] |= {"kind": kind, "step": step}
-        self._write()
-
-    def _write(self) -> None:
+            place = {key: delivery.newest[key] for key in NOWHERE}
+            self._runs[delivery.name] |= place
         if self._runs:
             replace_text(self._file, json_lines(self._runs.values()))
 

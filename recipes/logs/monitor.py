@@ -90,10 +90,9 @@ class Monitor(Sink):
             start = steady_time()
             try:
                 yield
-            except BaseException:
+            finally:
                 self._timed(name, start, steady_time())
-                raise
-            self.passed(name, start, steady_time())
+            self.peaks.passed(name)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

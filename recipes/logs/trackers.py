@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -238,16 +237,12 @@ class MlflowTracker(Tracker):
         return self._id
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        metric, now = self._library.entities.Metric, int(1000 * time.time())
-        metrics = [
-            metric(re.sub(r"[^\w\-./ ]", "_", name), value, now, step)
-            for name, value in figures.items()
-        ]
-        self._client.log_batch(self._id, metrics=metrics)
+        named = {re.sub(r"[^\w\-./ ]", "_", name): value for name, value in figures.items()}
+        self._library.log_metrics(named, step, run_id=self._id)
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
         file = f"samples/{samples[0]['kind']}-{step}.jsonl"
-        self._client.log_text(self._id, json_lines(samples), file)
+        self._library.log_text(json_lines(samples), file, run_id=self._id)
 
     def close(self) -> None:
         if self._client is not None:
