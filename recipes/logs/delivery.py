@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,17 +36,17 @@ class Delivery:
         name: Name of the tracker, as in the recipe.
         tracker: The tracker, which has been started; the thread closes it.
         newest: Newest row that the tracker has had in earlier sessions; kind and step count.
-        tell: Takes lines for the user.
     """
 
-    def __init__(
-        self, name: str, tracker: Tracker, newest: Row, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, tracker: Tracker, newest: Row) -> None:
         self.name, self._tracker, self.newest = name, tracker, newest
-        self._tell = lambda text: tell(f"tracker {name}: {text}")
         self._waiting = queue.SimpleQueue[tuple[Row, Sequence[Row]] | None]()
-        self._offered = 0  # This session's thread counts the offered rows, the other
-        self._delivered = 0  # thread the delivered ones, so neither needs a lock.
+        # The run's thread writes `newest` and `_offered`, the tracker's thread `_delivered`, so
+        # neither needs a lock. A queue hands the rows over. `join` compares the two counts after
+        # the tracker's thread has ended, or has been given up.
+        self._offered = 0
+        self._delivered = 0
+        # A daemon, so that a tracker which hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -70,6 +70,10 @@ class Delivery:
             self._tell(f"does not answer for {GRACE:.0f} s")
         if missing := self._offered - self._delivered:
             self._tell(f"{missing} rows were not delivered")
+
+    def _tell(self, text: str) -> None:
+        # Either thread calls this. A display with a live bar shows what is printed above the bar.
+        print(f"tracker {self.name}: {text}", flush=True)
 
     def _work(self) -> None:
         failing = False
@@ -107,7 +111,6 @@ class Trackers:
     def __init__(self, names: Sequence[str]) -> None:
         self._trackers = {name: make_tracker(name) for name in names}
         self._deliveries: list[Delivery] = []
-        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._runs, self._file = dict[str, Row](), Path()
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -129,7 +132,7 @@ class Trackers:
                 raise RecipeError(f"trackers={name}: {rule}") from error
             newest = max(before, last, key=position_of) if before else NOWHERE
             runs[name] = {"tracker": name, "run_id": run_id}
-            self._deliveries.append(Delivery(name, tracker, newest, self._notes.put))
+            self._deliveries.append(Delivery(name, tracker, newest))
         self._runs, self._file = runs, folder / RUNS
         self.record()
 
@@ -141,14 +144,10 @@ class Trackers:
         if self._runs:
             replace_text(self._file, json_lines(self._runs.values()))
 
-    def add(self, row: Row, samples: Sequence[Row] = ()) -> list[str]:
-        """Deliver a row with its samples; return lines for the user."""
+    def add(self, row: Row, samples: Sequence[Row] = ()) -> None:
+        """Deliver a row with its samples to each tracker."""
         for delivery in self._deliveries:
             delivery.offer(row, samples)
-        return self._told()
-
-    def _told(self) -> list[str]:
-        return [self._notes.get() for _ in range(self._notes.qsize())]
 
     def __enter__(self) -> Self:
         return self
@@ -159,5 +158,3 @@ class Trackers:
         deadline = time.monotonic() + GRACE  # for all of them together
         for delivery in self._deliveries:
             delivery.join(deadline)
-        for line in self._told():
-            print(line, flush=True)

@@ -231,7 +231,7 @@ class MlflowTracker(Tracker):
                 self._library.log_params(
                     {key: str(value)[:500] for key, value in flat(config, ".")}
                 )
-        # The library's active run belongs to this thread; other threads use a client.
+        # The active run belongs to this thread, so the thread of `log` names the run by its id.
         self._client = self._library.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")
         return self._id
