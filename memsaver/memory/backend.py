@@ -322,15 +322,6 @@ class Backend(ABC):
         """Return the other holders of the device's memory: bytes by name."""
         return {}
 
-    def inject_fault(self, after: int, error: int) -> int:
-        """Inject the driver's ``error`` into one driver call of the shim or of Python, for tests.
-
-        ``after`` counts calls from now: 1 is the next one, 0 none. Return the number of calls since
-        the last injection.
-        """
-        calls: int = shim.library().ms_inject(self.phys, after, error)
-        return calls
-
     @contextlib.contextmanager
     def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:
         """Count and time a driver call made outside of the shim, or fail it if injected."""

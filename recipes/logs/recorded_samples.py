@@ -139,7 +139,7 @@ def printable(text: str) -> str:
     )
 
 
-def cut(text: str) -> str:
+def shortened(text: str) -> str:
     """Return a text for a table, cut to `LONGEST` characters."""
     more = len(text) - LONGEST
     return text if more <= 0 else f"{text[:LONGEST]} ... {more} more characters"
@@ -244,5 +244,5 @@ def _texts(sample: Row) -> Table:
     grid.add_column(overflow="fold")
     for name, text in texts.items():
         if text or name == "answer":
-            grid.add_row(f"  {name}", Text(printable(cut(text))))
+            grid.add_row(f"  {name}", Text(printable(shortened(text))))
     return grid

@@ -35,8 +35,8 @@ from recipes.logs.trackers import (
     Tracker,
     figures_of,
     make_tracker,
-    markdown,
     plain_text,
+    samples_table,
 )
 from recipes.run import continue_run, start_run
 from tests.helpers.peers import Peer
@@ -173,7 +173,7 @@ def test_answer_in_a_table_of_a_tracker_is_text_only(
 ) -> None:
     """Render by two Markdown libraries, and read the text back, but for control characters."""
     text = "".join(c for c in cased(text) if c.isprintable() or c in "\r\n")
-    table = markdown([{**SAMPLE, "completion": f"a{text}b"}])
+    table = samples_table([{**SAMPLE, "completion": f"a{text}b"}])
     ours = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").render(table)
     for page in (ours, python_markdown.markdown(table, extensions=["tables"])):
         assert {*re.findall(r"<(\w+)", page)} <= {"table", "thead", "tbody", "tr", "th", "td", "br"}
