@@ -70,6 +70,11 @@ class StagingAllocator:
         self._order: deque[Assignment] = deque()  # in order of assignment; the first is not freed
         self._live: set[int] = set()
 
+    @property
+    def outstanding(self) -> int:
+        """Return the number of assigned ranges that are not freed."""
+        return len(self._live)
+
     def assign(self, nbytes: int) -> Assignment | None:
         """Assign a range, or return None if it is larger than the ring.
 

@@ -180,7 +180,7 @@ def generate(
     return {
         "answers": answers, "split": engine.split, "stats": asdict(engine.stats),
         "in_flight": max(flights, default=0), "error": error, "reason": reason,
-        "outstanding": len(engine.inbox.allocator._live),
+        "outstanding": engine.inbox.allocator.outstanding,
         "preemptions": engine.scheduler.preemptions,
     }  # fmt: skip
 

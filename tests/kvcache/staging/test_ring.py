@@ -81,7 +81,7 @@ def test_ring_never_overlaps_ranges_and_never_deadlocks(
     size: int, alignment: int, sizes: list[int], dice: random.Random
 ) -> None:
     model = Transfers(StagingAllocator(size, alignment), sizes)
-    while model.todo or model.ring._live:
+    while model.todo or model.ring.outstanding:
         model.turn(dice)
 
 
@@ -96,7 +96,7 @@ def test_ring_wraps_and_advances_its_watermark_in_a_worked_example() -> None:
     assert ring.free(0) == (1, 0)
     assert may_fill(1, 40, ring.watermark)
     assert ring.assign(101) is None
-    assert len(ring._live) == 1
+    assert ring.outstanding == 1
     assert ring.free(2) == (2, 0)  # the empty ring starts a new round
     assert ring.assign(100) == (3, 0, 2)
     assert may_fill(2, 100, ring.watermark)
@@ -110,7 +110,7 @@ def test_free_refuses_ranges_that_are_not_assigned() -> None:
     for id in (1, 2, -1):
         with pytest.raises(AssertionError, match=f"range {id} is not assigned"):
             ring.free(id)
-    assert len(ring._live) == 1
+    assert ring.outstanding == 1
 
 
 # ---------------------------------------------------------------- heads

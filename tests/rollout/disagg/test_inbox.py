@@ -63,7 +63,7 @@ def test_late_bytes_stay_in_ring_when_sample_has_lost_its_pages(
     (transfer,) = world.inbox.transfers.values()
     assert transfer.complete
     assert transfer.wanted == (lost is None)
-    assert not world.inbox.allocator._live
+    assert world.inbox.allocator.outstanding == 0
 
 
 def test_early_refusal_counts_as_arrived_only_after_all_earlier_prompts(tmp_path: Path) -> None:
@@ -88,4 +88,4 @@ def test_early_refusal_counts_as_arrived_only_after_all_earlier_prompts(tmp_path
     assert hear(late, refusal) == 0 and inbox.transfers[2].refusal is None
     third = Filled(number=2, nth=0, first=FIRST)
     assert hear(early, third) == 0 and hear(late, third) == 1
-    assert not inbox.allocator._live
+    assert inbox.allocator.outstanding == 0
