@@ -73,9 +73,9 @@ os.register_at_fork(after_in_child=_pinned_arena.cache_clear)  # a child does no
 class Backend(ABC):
     """Physical memory and addresses of one device.
 
-    Extents, mappings and the byte limit are reached only through the shim. Methods that differ by
-    device are abstract, or have the host's implementation here, which is synchronous. Mapped sizes
-    are multiples of ``granularity``.
+    Extents, mappings and the byte limit are reached only through the shim. Some methods that
+    differ by device are abstract. The others have the host's implementation here, which does not
+    return before its work is done. Mapped sizes are multiples of ``granularity``.
     """
 
     device: torch.device

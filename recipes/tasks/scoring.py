@@ -122,9 +122,9 @@ def to_answer(
 def try_rewards(tasks: Tasks, section: TaskSection) -> None:
     """Score expected answers of each set, before the run generates any.
 
-    All functions are called for the first problem of a set, functions of ours for `TRIALS`
-    problems. Lines on standard error say how many expected answers do not count as correct, and
-    which columns reward functions get under another name.
+    All functions are called for the first problem of a set. Packaged functions and the scorers of
+    packaged tasks are called for `TRIALS` problems. Lines on standard error say how many expected
+    answers do not count as correct, and which columns reward functions get under another name.
 
     Raises:
         RecipeError: A function cannot be found, or fails.
