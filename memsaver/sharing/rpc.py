@@ -135,7 +135,7 @@ class Endpoint:
         self, answer: dict[str, Any], received: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         if "closed" in answer:
-            raise ConnectionClosed(f"process {self.peer_pid} is gone")
+            raise ConnectionClosed(f"process {self.peer_pid} is gone, so nothing answers")
         if "refused" in answer:
             raise CallRefused(answer["refused"])
         return answer, received

@@ -242,7 +242,7 @@ class ShareServer:
     def serve(self, link: Link, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
         try:
             if op not in ("lease", "unlease", "offer", "give"):
-                raise rpc.CallRefused(f"unknown operation {op!r}")
+                raise rpc.CallRefused(f"this saver knows no operation {op!r}")
             if op == "give":
                 arguments["fds"] = fds  # `give` removes the descriptors that it uses
             reply: rpc.Reply = getattr(self, op)(link, **arguments)
@@ -253,7 +253,7 @@ class ShareServer:
     def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
         ticket = self._tickets.get(token)
         if ticket is None:
-            raise rpc.CallRefused("unknown ticket")
+            raise rpc.CallRefused("unknown ticket of this saver")
         with self._locked():  # no pause between the lookup and the answer
             find_arena = self._find_arena()
             if find_arena is None:
@@ -325,7 +325,7 @@ class ShareServer:
 
     def _check_pool_token(self, token: str) -> None:
         if token != self._pool_token:
-            raise rpc.CallRefused("unknown pool ticket")
+            raise rpc.CallRefused("unknown pool ticket of this saver")
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:

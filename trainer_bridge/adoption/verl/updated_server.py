@@ -66,7 +66,7 @@ class UpdatedServer(ABC):
     def require_defined(self) -> None:
         """Raise a StateError if the last weight update failed."""
         if self._undefined is not None:
-            raise StateError(f"cannot generate: {self._undefined}")
+            raise StateError(f"the engine cannot generate: {self._undefined}")
 
 
 class _InLoop(ActorBase):
