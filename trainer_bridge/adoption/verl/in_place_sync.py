@@ -172,7 +172,7 @@ class VerlSync:
 
         Args:
             weights: Weights of a `UngatheredEngine`.
-            global_steps: Number of the weights; None: the last number.
+            global_steps: Version of the weights; None: the last version again.
             **kwargs: Ignored: settings of adapters, which are refused.
 
         Raises:
