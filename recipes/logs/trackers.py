@@ -306,13 +306,12 @@ def make_tracker(name: str) -> Tracker:
         RecipeError: The name is unknown, or the library is missing.
     """
     key, (kind, _, rest) = f"trackers={name}", name.partition(":")
+    make = PACKAGED.get(name)
     if kind == "prometheus" and rest.isdecimal() and 0 < int(rest) < 2**16:
-        make: Callable[[], Tracker] = partial(PrometheusTracker, int(rest))
-    elif name in PACKAGED:
-        make = PACKAGED[name]
+        make = partial(PrometheusTracker, int(rest))
     elif kind not in PACKAGED and rest.isidentifier():
-        return _custom(key, name)
-    else:
+        make = partial(_custom, key, name)
+    if make is None:
         rule = f"must be one of {', '.join(PACKAGED)}, prometheus:PORT, or my_trackers.py:function"
         raise RecipeError(f"{key}: {rule}")
     try:
