@@ -605,7 +605,7 @@ class Trainer(SaverSide):
         """
         self._require("save_pretrained", PARAMS)
         if dtype not in (None, *DTYPES):
-            raise ValueError(f"save_pretrained(dtype={dtype!r}): use {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={dtype!r} cannot be saved; use {', '.join(DTYPES)}")
         self._offloader.await_content()
         weights = ShardedWeights(self.model, self.config)
         own = None if dtype is None else getattr(torch, dtype)

@@ -313,6 +313,9 @@ class CachedLease(Lease):
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket)
+        # The user's thread begins and ends uses, and a thread of the connection recalls. The lock
+        # decides which of the two finds the lease both recalled and unused. It is held while the
+        # lease is unmapped, so that it is unmapped once.
         self._lock = forkable(threading.Lock())
         self._uses = 1
         self._recalled = False
@@ -367,6 +370,8 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
     """
 
     def __init__(self) -> None:
+        # Guards the two fields below. No thread talks to an owner, or takes the lock of a lease,
+        # while it holds this lock.
         self._lock = forkable(threading.Lock())
         self._leases: dict[_Key, CachedLease] = {}
         self._closed = False

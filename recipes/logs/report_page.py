@@ -13,7 +13,7 @@ from recipes.config.yaml_values import read_values
 from recipes.errors import RecipeError, one_line, shown, writable
 from recipes.logs.metric_rows import METRICS, Row, of_kind, switch_seconds, tabulated, whole_rows
 from recipes.logs.peaks import ROLLOUT_GPU
-from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
+from recipes.logs.recorded_samples import COLUMNS, cells, read_samples, shortened
 from recipes.logs.run_folder import check_holds_run, read_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -131,7 +131,9 @@ def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
 
 
 def _brief(cell: Any) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else cut(str(cell))
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return "" if cell is None else shortened(str(cell))
 
 
 def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str, str]]:
@@ -155,18 +157,18 @@ def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[t
     rows without a plan or without peaks.
     """
     peaks = measured_peaks(rows)
-    cells: list[tuple[str, ...]] = []
+    compared: list[tuple[str, ...]] = []
     for entry in [entry for entry in plan.get("stages", ()) if entry["stage"] in peaks]:
         sides, measured = entry["device_bytes"], peaks[entry["stage"]]
         device = entry.get("used_bytes") or sum(sides.values())  # used_bytes include contexts
         whole = measured.get(DEVICE)
-        cells.append((entry["stage"], *_compared(device, whole)))
+        compared.append((entry["stage"], *_compared(device, whole)))
         for side, nbytes in sides.items():
-            cells.append((f"– {side}", *_compared(nbytes, measured.get(side), whole)))
-    if cells and (outside := plan.get("outside")):
+            compared.append((f"– {side}", *_compared(nbytes, measured.get(side), whole)))
+    if compared and (outside := plan.get("outside")):
         sizes = outside["assumed"], outside["measured"], plan.get("gpu_bytes")
-        cells.append(("outside of tags, at the start", *_compared(*sizes)))
-    return cells
+        compared.append(("outside of tags, at the start", *_compared(*sizes)))
+    return compared
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:

@@ -35,10 +35,10 @@ def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tas
     count = 1 + len(section.mixture)
     evaluated = tuple(map(_evaluated_only, built[count:]))
     tasks = Tasks(trained=tuple(built[:count]), evaluated=evaluated)
-    return checked(tasks.separated(lambda problem: problem.text, "prompt"), section)
+    return with_problems(tasks.separated(lambda problem: problem.text, "prompt"), section)
 
 
-def checked(tasks: Tasks, section: TaskSection) -> Tasks:
+def with_problems(tasks: Tasks, section: TaskSection) -> Tasks:
     """Return the tasks of a recipe if each set has problems on the sides that it needs.
 
     Raises:
@@ -110,7 +110,7 @@ def custom_task(section: ProblemSection, place: str) -> Task:
         if isinstance(task, Task):
             task = replace(task, train=tuple(task.train), held_out=tuple(task.held_out))
     if not isinstance(task, Task):
-        raise RecipeError(f"{key}: returned a {type(task).__name__}; return a recipes.tasks.Task")
+        raise RecipeError(f"{key}: must return a recipes.tasks.Task, not a {type(task).__name__}")
     if others := [item for item in task.problems() if not isinstance(item, Problem)]:
         rule = f"has a {type(others[0]).__name__} among its problems; use recipes.tasks.Problem"
         raise RecipeError(f"{key}: {rule}")

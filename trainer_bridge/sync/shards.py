@@ -77,7 +77,7 @@ Held = tuple[tuple[Box, Ints], ...]
 """Disjoint boxes of one parameter, each with the ranks that hold it."""
 
 
-def holders(name: str, shards: Iterable[SourceShard]) -> Held:
+def held_boxes(name: str, shards: Iterable[SourceShard]) -> Held:
     """Return the boxes of one parameter, with the ranks that hold each.
 
     Empty shards and duplicates are allowed. Shards with different global shapes, or that overlap
@@ -86,7 +86,7 @@ def holders(name: str, shards: Iterable[SourceShard]) -> Held:
     shards = sorted(set(shards), key=lambda shard: (shard.start, shard.shape, shard.rank))
     shapes = sorted({shard.global_shape for shard in shards})
     if len(shapes) > 1:
-        raise ValueError(f"{name}: shapes {' and '.join(map(str, shapes))} in the trainer")
+        raise ValueError(f"{name}: shapes {' and '.join(map(str, shapes))} in the trainer's shards")
     held: dict[Box, list[int]] = defaultdict(list)
     for shard in shards:
         if (box := Box(shard.start, shard.shape)).volume:
