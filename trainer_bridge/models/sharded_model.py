@@ -81,10 +81,8 @@ def build_model(
     cannot be sharded or laid out as requested; or an adapter's target that does not exist.
     """
     if tag != PARAMS:
-        # A reference's scores enter the policy's loss. With `batch_invariant` they must not depend
-        # on the micro batch, either; otherwise only the policy's forward is compared.
-        exact = config.exact if config.batch_invariant and tag == REFERENCE else False
-        config = dataclasses.replace(config, exact=exact, batch_invariant=False)
+        # Only log-probabilities of the policy are compared with the engine's.
+        config = dataclasses.replace(config, exact=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
     if value_head := tag == CRITIC:
@@ -106,8 +104,6 @@ def build_model(
         for param in model.parameters():
             param.grad_dtype = torch.float32  # read by FSDP's lazy initialization
     _finish_fsdp(model, saver, tag)
-    if config.batch_invariant:
-        total_gradients(model)
     runtime.make_buffers(model)
     if config.optimizer_offload:
         _keep_fp32_gradients(model)
@@ -159,7 +155,6 @@ def reshard(model: nn.Module) -> None:
         group.wait_for_unshard()  # a failed pass may have begun to gather
         group._to_sharded()  # reshard() keeps what a failed forward gathered
         for param in group.fsdp_params:
-            param.embedding_grad = None  # see `EmbeddingTotal`
             if "unsharded_accumulated_grad" in vars(param):  # the sum, in torch before 2.15
                 param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
@@ -190,15 +185,7 @@ def run_backward(model: nn.Module, loss: Tensor) -> None:
         for param in getattr(group, "_fsdp_params_with_wider_grad_dtype", ()):
             if param._unsharded_param.grad is None:
                 param._unsharded_param.grad_dtype = None
-    with getattr(model, "backward_products", nullcontext)():  # see `add_totals`
-        loss.backward()
-
-
-def total_gradients(model: nn.Module) -> None:
-    """Let the gradients of an exact model go to totals."""
-    from trainer_bridge.exact.gradient_totals import add_totals
-
-    add_totals(model, _groups(model))
+    loss.backward()
 
 
 @contextmanager
@@ -335,10 +322,10 @@ def _shard(
         rule = f"this model has no parameters {listed(unknown)}"
         raise ValueError(f"shard_dims: {rule}; leave them out")
     chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
-    wide = config.param_dtype is not None or config.batch_invariant
+    half = config.param_dtype is not None
     policy = MixedPrecisionPolicy(
-        param_dtype=None if config.param_dtype is None else config.torch_param_dtype,
-        reduce_dtype=torch.float32 if wide else None,
+        param_dtype=config.torch_param_dtype if half else None,
+        reduce_dtype=torch.float32 if half else None,
     )
     layers = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in layers]
