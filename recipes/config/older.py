@@ -7,7 +7,10 @@ from typing import Any
 
 from recipes.config.sections import LoopSection
 
-ONLY = {"sampling": {"top_k": 0, "top_p": 1.0}, "trainer": {"batch_invariant": False}}
+ONLY: dict[str, dict[str, Any]] = {
+    "sampling": {"top_k": 0, "top_p": 1.0},
+    "trainer": {"batch_invariant": False},
+}
 """Keys of older recipes by section, each with the only value that is still read."""
 GONE = {
     "trainer.batch_invariant": (

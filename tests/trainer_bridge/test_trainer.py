@@ -39,7 +39,15 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Schedule, SequenceBatch, Trainer
+from trainer_bridge import (
+    CriticConfig,
+    LoraConfig,
+    PolicyLoss,
+    Schedule,
+    SequenceBatch,
+    Trainer,
+    fsdp_internals,
+)
 from trainer_bridge.models import sharded_model as model_module
 
 Make = Callable[..., Trainer]
@@ -124,8 +132,8 @@ def test_error_of_a_pass_is_raised_even_if_fsdp_cannot_be_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = mock.Mock(side_effect=RuntimeError("the device is lost"))
-    monkeypatch.setattr(model_module, "reshard", lost)
-    with pytest.raises(KeyError) as caught, model_module.whole_pass(torch.nn.Linear(1, 1)):
+    monkeypatch.setattr(fsdp_internals, "reshard", lost)
+    with pytest.raises(KeyError) as caught, fsdp_internals.whole_pass(torch.nn.Linear(1, 1)):
         raise KeyError("first")
     assert caught.value.__notes__ == ["and FSDP's state was not reset: the device is lost"]
 

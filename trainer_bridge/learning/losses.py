@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.fsdp_internals import keep_unsharded, run_backward, whole_pass
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.learning.policy_loss import k3, kl_terms, policy_terms, token_factors
 from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.moe import load_balance, replay
 from trainer_bridge.models.packing import packs
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import keep_unsharded, run_backward, whole_pass
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 
 
