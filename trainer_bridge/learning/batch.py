@@ -312,10 +312,28 @@ def lay_out(
         if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts = [*rows, -1], [*prompts, _pads(spare)]
             responses = [*responses, _pads(0)]
-    parts = [*zip(prompts, responses, strict=True)]
+    arrays, lengths, counts = _arrays(batch, rows, [*zip(prompts, responses, strict=True)], packed)
+    # One transfer without a wait: parameters may be reloading over the same link.
+    sent = send_together([*map(torch.from_numpy, arrays.values())], device)
+    tensors = dict(zip(arrays, sent, strict=True))
+    packing = None
+    if packed:
+        packing = Packing(lengths, tensors.pop("bounds"), tensors.pop("position_ids"))
+    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, **tensors)
+
+
+def _arrays(
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    parts: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+    packed: bool,
+) -> tuple[dict[str, NDArray[Any]], tuple[int, ...], tuple[int, ...]]:
+    """Compute a micro batch's arrays by field, the lengths of its sequences, and its counts.
+
+    `parts` are prompt and response of each row.
+    """
     lengths = tuple(len(prompt) + len(response) for prompt, response in parts)
-    values = np.concatenate([*chain.from_iterable(parts)])
-    sizes = np.array(lengths)
+    values, sizes = np.concatenate([*chain.from_iterable(parts)]), np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
     place = places_of(sizes)
     shape = (1, len(values)) if packed else (len(sizes), max(lengths))
@@ -326,7 +344,7 @@ def lay_out(
         rows.ravel()[at] = of_tokens
         return rows
 
-    answered = place >= np.array([*map(len, prompts)])[sequence]
+    answered = place >= np.array([len(prompt) for prompt, _ in parts])[sequence]
     if batch.mask is not None:
         own = Tokens.of(batch.mask).select([row for row in rows if row >= 0])
         answered[answered] = own.values
@@ -347,15 +365,7 @@ def lay_out(
     places = lengths if packed else (max(lengths),) * len(lengths)
     if (routed := _routed(batch, rows, lengths, places)) is not None:
         arrays["routed"] = routed
-    # One transfer without a wait: parameters may be reloading over the same link.
-    sent = send_together([*map(torch.from_numpy, arrays.values())], device)
-    tensors = dict(zip(arrays, sent, strict=True))
-    packing = None
-    if packed:
-        bounds, position_ids = tensors.pop("bounds"), tensors.pop("position_ids")
-        packing = Packing(lengths, bounds, position_ids)
-    each = tuple(counts.tolist())
-    return MicroBatch(rows=tuple(rows), counts=each, packing=packing, **tensors)
+    return arrays, lengths, tuple(counts.tolist())
 
 
 def _pads(count: int) -> NDArray[np.int64]:

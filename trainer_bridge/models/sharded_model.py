@@ -105,12 +105,18 @@ def build_model(
     if config.optimizer_offload:
         keep_fp32_gradients(model)
         return model
-    head = _output_name(model) if value_head else None
-    fill_weights(model, config, runtime, created={head} if head else set())
-    if head:
-        local_shard(dict(model.named_parameters())[head]).zero_()
-    _start_adapters(model, config.seed)
+    _fill_new(model, config, runtime, _output_name(model) if value_head else None)
     return model
+
+
+def _fill_new(
+    model: nn.Module, config: TrainerConfig, runtime: Runtime, value_head: str | None
+) -> None:
+    """Fill the shards of a new model. A value head and B of adapters are zero."""
+    fill_weights(model, config, runtime, created={value_head} if value_head else set())
+    if value_head:
+        local_shard(dict(model.named_parameters())[value_head]).zero_()
+    _start_adapters(model, config.seed)
 
 
 def fill_weights(
