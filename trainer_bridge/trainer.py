@@ -19,6 +19,7 @@ from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
 from trainer_bridge.exact.record import BitComparison
+from trainer_bridge.fsdp_internals import await_shards, reshard, shards_in_order
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.learning.correction import figures_of_first_update
 from trainer_bridge.learning.critic import Critic
@@ -43,14 +44,7 @@ from trainer_bridge.models.files import checkpoint
 from trainer_bridge.models.files.export import ShardedWeights, save_folder
 from trainer_bridge.models.moe import balanced_routers, replay
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import (
-    await_shards,
-    build_model,
-    fill_weights,
-    reshard,
-    shards_in_order,
-    trained_params,
-)
+from trainer_bridge.models.sharded_model import build_model, fill_weights, trained_params
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias

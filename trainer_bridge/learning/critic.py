@@ -6,13 +6,14 @@ from torch import Tensor
 
 from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.fsdp_internals import run_backward
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.learning.loss_scale import LossScale, check_scores
 from trainer_bridge.learning.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.learning.optimizer import LearningRate, build_optimizer, optimizer_step
 from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import build_model, run_backward
+from trainer_bridge.models.sharded_model import build_model
 from trainer_bridge.tag_names import CRITIC, CRITIC_OPTIM
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.fsdp_internals import keep_unsharded, run_backward, whole_pass
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.learning.policy_loss import k3, kl_terms, policy_terms, token_factors
 from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.moe import load_balance, replay
 from trainer_bridge.models.packing import packs
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import keep_unsharded, run_backward, whole_pass
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 
 
@@ -55,22 +55,13 @@ def micro_logprobs(
     head = model.get_output_embeddings()
     if isinstance(head, ScoringHead):
         at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-        target, slots = micro.target, micro.slots if torch.is_grad_enabled() else None
-        if slots is not None:
-            at, target = (_spread(part, slots, micro.num_slots) for part in (at, target))
-        scoring = head.scoring(at, target, temperature, entropy_grad)
+        scoring = head.scoring(at, micro.target, temperature, entropy_grad)
         with scoring, getattr(model, "forward_products", nullcontext)():  # see `make_exact`
-            scores = model(**micro.inputs()).logits
-        logprobs, entropy = scores if slots is None else scores[:, slots]
+            logprobs, entropy = model(**micro.inputs()).logits
     else:
         logits = token_logits(model, micro)
         logprobs, entropy = logit_scores(logits, micro.target, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
-
-
-def _spread(values: Tensor, slots: Tensor, count: int) -> Tensor:
-    """Return `count` numbers that are 0 but for `values` at `slots`."""
-    return values.new_zeros(count).index_copy_(0, slots, values)
 
 
 @dataclass(frozen=True)
@@ -200,8 +191,8 @@ def policy_gradient(
 def _micro_batches(
     model: nn.Module, batch: SequenceBatch, size: int, runtime: Runtime
 ) -> Iterator[MicroBatch]:
-    how: dict[str, Any] = {"packed": packs(model), "step": getattr(model, "token_step", 1)}
-    shares = dispatch(batch, runtime.rank, runtime.world, size, **how)
+    packed = packs(model)
+    shares = dispatch(batch, runtime.rank, runtime.world, size, packed=packed)
     for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
         keep_unsharded(model, runtime.keep_unsharded, last=not left)
-        yield lay_out(batch, rows, runtime.device, size, **how)
+        yield lay_out(batch, rows, runtime.device, size, packed=packed)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from memsaver.ops.rows import RowCopies, Rows, box_rows
 from trainer_bridge.errors import listed
+from trainer_bridge.fsdp_internals import local_tensor
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import SourceShard, shard_of
 
@@ -57,18 +58,12 @@ class Shards:
                     f"{name} is {now or 'whole'}, and was {before or 'whole'} when the sync was "
                     "connected; connect again (nothing was written)"
                 )
-        return {name: _stored(param) for name, param in params.items()}
+        return {name: local_tensor(param) for name, param in params.items()}
 
 
 def _sharding(param: Tensor) -> object:
     """Return mesh and placements of a sharded parameter; None if it is whole."""
     return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
-
-
-def _stored(param: Tensor) -> Tensor:
-    """Return the local shard without `to_local`, which takes a hundred times as long."""
-    stored = param._local_tensor if isinstance(param, DTensor) else param
-    return stored.detach() if stored.requires_grad else stored
 
 
 def rows_of_copy(copy: Copy, source: Tensor) -> Rows:
