@@ -209,12 +209,6 @@ def test_end_of_the_scheduler_raises_and_signal_handlers_are_restored(path: str)
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-@pytest.mark.extended
-def test_scheduler_that_fails_to_start_raises(path: str) -> None:
-    with pytest.raises(RuntimeError, match="died during initialization"):
-        SglangEngine(options(path, load_format="broken"))
-
-
 def test_several_replicas_and_the_cpu_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="dp_size=2: only tensor parallelism .* tp_size"):
         SglangEngine(options(path, dp_size=2))
