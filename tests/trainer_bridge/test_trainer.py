@@ -100,13 +100,14 @@ def test_small_layers_share_a_unit_and_units_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("keep", "changes"),
-    [(False, {}), (True, {}), (True, {"exact": True, "batch_invariant": True})],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("method", "where"),
-    [("compute_log_prob", "forward"), ("update_actor", "forward"), ("update_actor", "backward")],
+    ("method", "where", "keep", "changes"),
+    [
+        ("compute_log_prob", "forward", False, {}),
+        ("compute_log_prob", "forward", True, {}),
+        ("update_actor", "forward", True, {}),
+        ("update_actor", "backward", False, {}),
+        ("update_actor", "backward", True, {"exact": True, "batch_invariant": True}),
+    ],
 )
 def test_call_that_failed_inside_a_unit_leaves_nothing_behind(
     method: str,
