@@ -18,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.ray_cluster import SETTINGS, until
+from tests.helpers.ray_cluster import SETTINGS, SIDES, until
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HEAD = f"{ADDRESSES[0]}:6379"
@@ -64,7 +65,7 @@ class Nodes:
         until(lambda: _answers(HEAD), lambda: self.log(0))
         self._start(1)
         until(_joined, lambda: self.log(0))
-        until(lambda: ADDRESSES[1] in _alive(), lambda: self.log(1))
+        self.wait_alive(1)
 
     def _connect(self) -> None:
         pid = str(self._cable.pid)
@@ -100,6 +101,22 @@ class Nodes:
                 start_new_session=True,
             )
 
+    def restart_far(self) -> None:
+        """Start the second node again, which has been lost; Ray's agents may be left of it."""
+        self._ip([], "link set near up")
+        self.kill_far()
+        until(lambda: ADDRESSES[1] not in self.alive())
+        self._start(1)
+        self.wait_alive(1)
+
+    def wait_alive(self, number: int) -> None:
+        until(lambda: ADDRESSES[number] in self.alive(), lambda: self.log(number))
+
+    def alive(self) -> list[str]:
+        import ray
+
+        return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+
     def log(self, number: int) -> str:
         return (self._folder / f"node{number}.log").read_text()[-2000:]
 
@@ -119,18 +136,27 @@ class Nodes:
                 if process.pid != os.getpid():
                     process.send_signal(signal.SIGKILL)
 
+    def cut(self) -> None:
+        """Take the second node's network away."""
+        self._ip([], "link set near down")
+
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the second node."""
-        return self._in_network(self._cable.pid)
+        return [process for process, _ in self._in_network(self._cable.pid)]
 
-    def _in_network(self, pid: int) -> list[psutil.Process]:
-        """Return the processes, except for the cable, in a process's network."""
+    def sides(self) -> list[str]:
+        """Return the names of all processes of trainers and engines on both nodes."""
+        both = chain(self._in_network(self._cable.pid), self._in_network(os.getpid()))
+        return [name for _, name in both if name.startswith(SIDES)]
+
+    def _in_network(self, pid: int) -> list[tuple[psutil.Process, str]]:
+        """Return the processes, except for the cable, in a process's network, and their names."""
         network, found = _network(pid), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):  # it may end meanwhile
                 runs = process.status() != psutil.STATUS_ZOMBIE and process.pid != self._cable.pid
                 if runs and _network(process.pid) == network:
-                    found.append(process)
+                    found.append((process, process.name()))
         return found
 
     def end(self) -> None:
@@ -138,7 +164,7 @@ class Nodes:
 
         ray.shutdown()
         self.kill_far()
-        self._kill(self._in_network(os.getpid()))
+        self._kill(process for process, _ in self._in_network(os.getpid()))
         for node in self._nodes.values():
             node.wait(30)
         self._cable.kill()
@@ -158,12 +184,6 @@ def _joined() -> bool:
     with contextlib.suppress(ConnectionError):
         ray.init(address=HEAD, log_to_driver=False, logging_level="ERROR")
     return bool(ray.is_initialized())
-
-
-def _alive() -> list[str]:
-    import ray
-
-    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
 def _answers(address: str) -> bool:
