@@ -134,9 +134,8 @@ class PlannedTrainer(Trainer):
         self._runtime.keep_unsharded = decisions.keep_unsharded
         size = decisions.micro_batch_size
         self.config = dataclasses.replace(self.config, micro_batch_size=size)
-        if self.critic is not None:
-            config = dataclasses.replace(self.critic.config, micro_batch_size=size)
-            self.critic.config = config
+        for model in self.models:
+            model.config = dataclasses.replace(model.config, micro_batch_size=size)
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
         self._offloader.reload()
@@ -195,9 +194,9 @@ class PlannedTrainer(Trainer):
         self._leaving = self._returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
-        if self._adapters is not None:
+        if self._sync.adapters is not None:
             if self._scratch is None:
-                self._scratch = scratch_for(self._tensors(), self._adapters.names)
+                self._scratch = scratch_for(self._sync.tensors(), self._sync.adapters.names)
             self.saver.planned.once("merge", self._gather_factors)
         return self.alias_weights(version)
 
@@ -205,8 +204,8 @@ class PlannedTrainer(Trainer):
         return SyncReceipt(version=version, digests=(), seconds=0, verify_seconds=0, stages={})
 
     def _gather_factors(self) -> None:
-        assert self._adapters is not None
-        self._adapters.factors()
+        assert self._sync.adapters is not None
+        self._sync.adapters.factors()
 
 
 class PeaksSink(Sink):

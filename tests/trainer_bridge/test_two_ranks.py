@@ -317,7 +317,7 @@ def refreshed(trainer: Trainer) -> list[list[float]]:
         learn(own)
         own.refresh_reference()
         assert own.reference is not None
-        for old, new in zip(own.reference.parameters(), own.shards().values(), strict=True):
+        for old, new in zip(own.reference.module.parameters(), own.shards().values(), strict=True):
             assert torch.equal(local_shard(old), new)
         scores.append(own.compute_ref_log_prob(make_batch(COUNTS[0])))
         assert scores[-1] == own.compute_log_prob(make_batch(COUNTS[0]))

@@ -18,11 +18,11 @@ SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 101, "num_hi
 
 
 def state(side: Any) -> dict[str, Tensor]:
-    """Copy to the CPU this rank's shards of what a trainer or critic trains, and of the moments."""
-    held = {}
-    for name, param in side.model.named_parameters():
+    """Copy this rank's trained shards and moments of a policy or a critic to the CPU."""
+    held, model = {}, getattr(side, "policy", side)
+    for name, param in model.module.named_parameters():
         if param.requires_grad:
-            moments = side.optimizer.state[param].items()
+            moments = model.optimizer.state[param].items()
             held |= {f"{name}.{key}": tensor for key, tensor in moments if key != "step"}
             held[name] = param
     return {name: local_shard(tensor).cpu().clone() for name, tensor in held.items()}

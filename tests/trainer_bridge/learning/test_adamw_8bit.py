@@ -223,7 +223,7 @@ def test_moments_are_offloaded_and_reloaded_with_their_tags(
     before, tags = all_states(trainer), trainer.saver.report().tags
     assert any(value.any() for name, value in before.items() if name.endswith("_codes"))
     assert trainer.critic is not None
-    for tag, model in (("optim", trainer.model), ("critic_optim", trainer.critic.model)):
+    for tag, model in (("optim", trainer.model), ("critic_optim", trainer.critic.module)):
         held = tags[tag].live_bytes
         assert 0 <= held - moment_bytes(model.parameters()) < 256
         leaving = config(path, critic=CriticConfig(), leaving=(tag,), **EIGHT)
