@@ -84,12 +84,16 @@ class Owner:
 
     def _recall(self, numbers: Sequence[int]) -> None:
         """Recall leases by number; the owner repeats the call for leases still being set up."""
+        # In the working thread: each lease that ends calls the owner, and the reading thread
+        # delivers the answer. In the reading thread only after the connection has ended.
         for number in numbers:
             if (lease := self.recalls.get(number)) is not None:
                 lease.recall_in_thread()
 
 
 owners: dict[str, Owner] = {}
+# Guards `owners`. `owner_of` holds it while it connects, so that two threads do not open two
+# connections; the threads of an endpoint wait for it only when their connection has ended.
 _lock = forkable(threading.Lock())
 
 

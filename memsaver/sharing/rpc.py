@@ -78,6 +78,8 @@ class Endpoint:
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = (
             queue.SimpleQueue()
         )
+        # Keeps the parts of a message together. Its holder may wait for the peer to read, so it is
+        # apart from `_lock`, which guards `closed` and `_waiting` and is held for a moment only.
         self._sending = forkable(threading.Lock())
         self._lock = forkable(threading.Lock())
         self.closed = False

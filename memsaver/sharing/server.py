@@ -47,7 +47,9 @@ class Link:
     """One connection of a peer process."""
 
     endpoint: rpc.Endpoint = field(init=False)
-    imported: set[int] = field(default_factory=set)  # ids of extents
+    # Ids of extents. The working thread adds ids under the saver's lock, and an `unlease` removes
+    # some in the reading thread without it. A peer never sends both together (`Owner.granting`).
+    imported: set[int] = field(default_factory=set)
     leases: dict[int, str] = field(default_factory=dict)  # tag by number of the lease
     kept: set[int] = field(default_factory=set)  # leases that may stay mapped between uses
 
@@ -68,12 +70,16 @@ class ShareServer:
         find_arena: Callable[[str], Arena],
     ) -> None:
         self._backend = backend
+        # A pause holds the saver's lock while it waits until peers have ended their leases. So
+        # `unlease` must not need it, nor stand in a queue behind a request that waits for it.
         self._lock = lock
         self._pool = pool
         self._find_arena = weakref.WeakMethod(find_arena)
         self._tickets: dict[str, Ticket] = {}
         self._links: list[Link] = []
         self._numbers = itertools.count(1)
+        # Guards links and their leases. It is never held during a call to a peer, whose answer may
+        # need a thread that waits for it.
         self._changed = forkable(threading.Condition())
         self._pid = os.getpid()
         self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
@@ -222,6 +228,8 @@ class ShareServer:
             link.endpoint = rpc.Endpoint(
                 connection, serve, gone, "memsaver-owner", prompt=["unlease"]
             )
+            # The list has the link before its threads start: they may end immediately, and `_gone`
+            # then removes it.
             with self._changed:
                 self._links.append(link)
             try:
