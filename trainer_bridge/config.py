@@ -290,10 +290,6 @@ class TrainerConfig:
         exact_ranks: With `exact`, the `tensor_parallel_size` of the rollout's engines. The forward
             adds partial sums as these ranks do.
         exact_expert_parallel: With `exact`, the `expert_parallel` of the rollout's engines.
-        batch_invariant: Add the gradients of a weight over all tokens of a batch in order, so that
-            the bits of an update do not depend on `micro_batch_size`; a reference then scores by
-            the engine's operations, too. Needs `exact`, `keep_unsharded`, and a model without
-            experts; excludes `critic`.
         mismatch_dir: Directory to which the first update with such a difference saves the weights
             and an unequal sequence, before it raises or goes on (`trace_mismatch`). None: nothing
             is saved.
@@ -328,7 +324,6 @@ class TrainerConfig:
     exact: bool | Literal["warn"] = False
     exact_ranks: int = 1
     exact_expert_parallel: int = 1
-    batch_invariant: bool = False
     mismatch_dir: str | None = None
     leaving: tuple[str, ...] = ()
 
@@ -344,8 +339,6 @@ class TrainerConfig:
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         wide = (self.param_dtype or self.dtype) == "float32"
         exact = not self.exact or self.device == "cpu" or not wide
-        alone = not self.batch_invariant or self.critic is None
-        invariant = not self.batch_invariant or bool(self.exact and self.keep_unsharded)
         half = self.param_dtype != "float16" or self.dtype == "float32"
         _check(
             self,
@@ -383,8 +376,6 @@ class TrainerConfig:
                 "excludes adapters, which are merged rounded",
             ),
             ("exact", exact, "needs param_dtype='bfloat16' or 'float16' on a GPU"),
-            ("batch_invariant", invariant, "needs exact and keep_unsharded"),
-            ("batch_invariant", alone, "excludes a critic, whose values depend on the micro batch"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )
 

@@ -17,6 +17,7 @@ from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import Dtype, TrainerConfig
 from trainer_bridge.exact.record import BitComparison
+from trainer_bridge.fsdp_internals import await_shards, shards_in_order
 from trainer_bridge.learning.batch import SequenceBatch
 from trainer_bridge.learning.critic import Critic
 from trainer_bridge.learning.optimizer import StreamedAdamW
@@ -26,7 +27,7 @@ from trainer_bridge.learning.trainer_model import Model
 from trainer_bridge.models.adapters.lora import Adapters, without_adapters
 from trainer_bridge.models.moe import balanced_routers
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import await_shards, fill_weights, shards_in_order
+from trainer_bridge.models.sharded_model import fill_weights
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.policy_sync import PolicySync
 from trainer_bridge.sync.shards import local_shard

@@ -170,14 +170,6 @@ def _of_training(recipe: Recipe) -> Faults:
     if offload and rank:
         rule = f"is not needed for adapters, which are small (lora.rank={rank})"
         yield "trainer.optimizer_offload", rule
-    if recipe.trainer.batch_invariant and not (
-        recipe.exact in (True, "warn") and recipe.trainer.keep_unsharded is True
-    ):
-        rule = "needs exact=true, or warn, and trainer.keep_unsharded=true"
-        yield "trainer.batch_invariant", rule
-    if recipe.trainer.batch_invariant and recipe.algorithm == "ppo":
-        rule = "excludes algorithm=ppo: the values of a critic depend on the micro batch"
-        yield "trainer.batch_invariant", rule
     if rank % 8 and "experts" in layers:
         rule = "must be a multiple of 8 for adapters of experts"
         yield "lora.rank", rule, f"set lora.rank={rank + -rank % 8}"

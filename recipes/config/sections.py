@@ -185,8 +185,6 @@ class TrainerSection:
             plan; else 4.
         keep_unsharded: Whether unsharded parameters and gradients stay between micro batches: less
             time, more memory; auto: on a GPU where the plan has room, beside a native engine.
-        batch_invariant: Whether the bits of the weights must not depend on `micro_batch_size`;
-            needs `exact` and `keep_unsharded`, for a model without experts or a critic.
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing.
         threads: CPU threads of torch; null: torch's own choice.
@@ -208,7 +206,6 @@ class TrainerSection:
     router_aux_loss_coef: PositiveOrZero = 0.0
     micro_batch_size: Count | Literal["auto"] = "auto"
     keep_unsharded: bool | Literal["auto"] = "auto"
-    batch_invariant: bool = False
     activation_checkpointing: Literal["layers", "mlp", "none"] = "layers"
     threads: Count | None = None
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"

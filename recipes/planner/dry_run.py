@@ -366,13 +366,13 @@ def planned_trainer(
         config = trainer_config(make_setup(decisions))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         # An exact trainer launches kernels.
-        config = dataclasses.replace(config, exact=False, batch_invariant=False)
+        config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         # PlannedSaver has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
         trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
         if decisions.exact:
-            plan_exact(trainer.model, recipe.trainer.batch_invariant)
+            plan_exact(trainer.model)
         yield make_setup, trainer
 
 

@@ -19,7 +19,7 @@ _TILES: dict[int, dict[str, Any]] = {
     64: {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
     128: {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
 }
-GROUP = 8  # tiles of rows that are computed together, because they share weights
+_GROUP = 8  # tiles of rows that are computed together, because they share weights
 
 
 def chain_product(
@@ -48,14 +48,14 @@ def chain_product(
             _chain[(programs,)](
                 x, weight, bias, out, rows, columns, depth,
                 x.stride(0), weight.stride(0), out.stride(0),
-                BLOCK_M=height, GROUP=GROUP, EVEN=depth % tile["BLOCK_K"] == 0,
+                BLOCK_M=height, GROUP=_GROUP, EVEN=depth % tile["BLOCK_K"] == 0,
                 WIDE=not x.is_cuda, **tile,
             )  # fmt: skip
     return out
 
 
 @triton.jit
-def tile_of(  # type: ignore[no-untyped-def]
+def _tile_of(  # type: ignore[no-untyped-def]
     program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
 ):
     """Return rows [BLOCK_M] and columns [BLOCK_N] of a program's tile; some may be past the end.
@@ -78,10 +78,10 @@ def _chain(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute a tile of `chain_product`.
 
-    Programs: (tile), see `tile_of`. WIDE is for the interpreter, whose fp32 sums depend on the
+    Programs: (tile), see `_tile_of`. WIDE is for the interpreter, whose fp32 sums depend on the
     tile: sums are fp64, rounded to fp32.
     """
-    row, column = tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
+    row, column = _tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
     # lanes past the end repeat the last row or column, and are not stored
     source = tl.minimum(row, rows - 1).to(tl.int64)
     words = tl.minimum(column, columns - 1)

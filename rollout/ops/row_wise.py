@@ -36,7 +36,7 @@ _TILE = 1024  # elements of a norm's program, unless one row is longer
 _BLOCK = 1024
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
-ProductKey = tuple[torch.device, torch.dtype, torch.Size, bool, bool, bool]
+ProductKey = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
 padded: dict[ProductKey, tuple[int, ...]] = {}
 """Padded number of rows by number of rows, for the shapes on a device that need padding.
 
@@ -90,12 +90,8 @@ def _padded_outputs(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def product_key(weight: Tensor, bias: Tensor | None, wide: bool) -> ProductKey:
-    """Return the key of a product's shape in `padded` and `chained`.
-
-    A transposed weight, whose inner stride is not 1, has a key of its own.
-    """
-    transposed = weight.stride(1) != 1
-    return weight.device, weight.dtype, weight.shape, transposed, bias is not None, wide
+    """Return the key of a product's shape in `padded` and `chained`."""
+    return weight.device, weight.dtype, weight.shape, bias is not None, wide
 
 
 def library_product(

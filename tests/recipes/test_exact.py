@@ -9,7 +9,7 @@ import pytest
 from recipes.config.load import load
 from recipes.errors import RecipeError
 from recipes.run import continue_run, start_run
-from tests.helpers.recipes.tiny_runs import EXACT_SMOLLM2, MakeRun, exported, rows, same_rows
+from tests.helpers.recipes.tiny_runs import MakeRun, exported, rows, same_rows
 from tests.helpers.trainer_bridge.states import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -22,7 +22,6 @@ SMALL += ("task.workers=0", "checkpoint.every=2", "checkpoint.export_every=0", "
 MIXTURE = "model.config.model_type=qwen3_moe model.config.num_experts=8 "
 MIXTURE += "model.config.num_experts_per_tok=2 model.config.moe_intermediate_size=32 "
 MIXTURE += "model.dtype=bfloat16 trainer.router_aux_loss_coef=0.001 loop.router_replay=true"
-INVARIANT = "trainer.batch_invariant=true", "trainer.keep_unsharded=true"
 
 
 @pytest.mark.parametrize("words", ["model.dtype=float32", "model.dtype=bfloat16", MIXTURE])
@@ -61,46 +60,12 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param("trainer.micro_batch_size=1", marks=pytest.mark.extended),
-        "trainer.micro_batch_size=5 trainer.activation_checkpointing=mlp",
-        "trainer.micro_batch_size=7 trainer.optimizer_offload=true",
-    ],
-)
-def test_run_with_other_micro_batches_ends_with_the_same_bits(
-    words: str, make_run: MakeRun, tmp_path: Path
-) -> None:
-    changes = (*SMALL, *INVARIANT, "model.dtype=bfloat16")
-    folder = make_run("tiny", *changes)
-    start_run("tiny", (*changes, *words.split()), tmp_path / "run")
-    assert_same_bits(exported(folder), exported(tmp_path / "run"))
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-def test_steps_with_other_micro_batches_on_a_gpu_end_with_the_same_bits(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
-    changes = (*EXACT_SMOLLM2, *INVARIANT, "steps=20")
-    folder = make_run("qwen2.5-0.5b", *changes)
-    start_run("qwen2.5-0.5b", (*changes, "trainer.micro_batch_size=24"), tmp_path / "run")
-    assert all(0 == row["unequal_tokens"] < row["grad_norm"] for row in rows(folder, "train"))
-    assert_same_bits(exported(folder), exported(tmp_path / "run"))
-
-
-@pytest.mark.parametrize(
     ("words", "rule"),
     [
         ("lora.rank=8", "lora.rank=8: rounds, and exact=true compares bits"),
         ("engine.kv_cache_dtype=fp8_e4m3", "engine.kv_cache_dtype=fp8_e4m3: rounds"),
         ("engine.kind=vllm", "engine.kind=vllm: computes other bits than exact=true promises"),
         ("loop.epochs=2", "loop.epochs=2: excludes exact=true"),
-        ("trainer.batch_invariant=true", "trainer.batch_invariant=true: needs exact=true"),
-        (
-            "algorithm=ppo trainer.batch_invariant=true trainer.keep_unsharded=true",
-            "trainer.batch_invariant=true: excludes algorithm=ppo: the values of a critic",
-        ),
         ("correction.mode=decoupled", "correction.mode=decoupled: has nothing to correct"),
     ],
 )

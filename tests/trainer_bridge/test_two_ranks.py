@@ -257,18 +257,6 @@ def interrupted(path: str) -> None:
     assert_same_bits(bits(trainer), bits(twin))
 
 
-def divided(path: str) -> None:
-    """Learn exactly with micro batches of other sizes, which must change no bits."""
-    changes = {**STABLE, "exact": True, "keep_unsharded": True, "batch_invariant": True}
-    first, *others = (
-        Trainer(config(path, **changes, micro_batch_size=size)) for size in (1, 2, COUNTS[0])
-    )
-    learn(first)
-    for trainer in others:
-        learn(trainer)
-        assert_same_bits(bits(trainer), bits(first))
-
-
 def drawn(path: str) -> dict[str, Any]:
     """Return this rank's shards of random weights with their boxes; one is sharded by columns."""
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
@@ -359,7 +347,6 @@ def worker(rank: int, path: str, out: str) -> None:
     result["losses"] = losses(path, micro_batch_size=1)
     result["repeated"] = repeated(path)
     interrupted(path)
-    divided(path)
     result["models"] = with_models(path, memsaver.MemorySaver())
     result["drawn"] = drawn(f"{out}/described")
     result["experts"] = []

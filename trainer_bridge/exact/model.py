@@ -21,8 +21,7 @@ from trainer_bridge.models.adapters.lora import expert_layers
 from trainer_bridge.models.moe import Routed, expert_routers
 from trainer_bridge.models.packing import Packing
 from trainer_bridge.ops import exact
-from trainer_bridge.ops.gradient_sums import totals_of
-from trainer_bridge.ops.token_scores import ScoringHead, slice_widths, summed_widths
+from trainer_bridge.ops.token_scores import ScoringHead, slice_widths
 
 ATTENTION = "exact"
 """Name under which `make_exact` registers `exact_attention` with transformers."""
@@ -73,11 +72,8 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
             module.forward = partial(_rotary, frequencies, mixer.rope.table_scale)
         elif hasattr(module, "act_fn"):
             module.act_fn = _Activation()
-    exchange_layers(model, config.exact_ranks)
-    if config.batch_invariant and expert_routers(model):
-        raise ValueError(
-            "TrainerConfig.batch_invariant is for models without experts; set it to False"
-        )
+    for name, layer in _layers(model):
+        layer.forward = partial(_linear, layer, _ranks_of(name, config.exact_ranks))  # type: ignore[method-assign]
     mixtures = description.with_fp32_routers() if config.fp32_router else description
     sparse = [mlp for mlp in mixtures.mlps if isinstance(mlp, ExpertsConfig)]
     for mlp, router in zip(sparse, expert_routers(model), strict=True):
@@ -87,12 +83,6 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
         experts.forward = partial(_mix_experts, experts, shares)  # type: ignore[method-assign]
     if found := foreign_operations(model):
         raise _refusal(f"does not know operations of this model: {', '.join(sorted(found))}")
-
-
-def exchange_layers(model: Any, ranks: int) -> None:
-    """Exchange the decoder's linear layers for the engine's products of `ranks`."""
-    for name, layer in _layers(model):
-        layer.forward = partial(_linear, layer, _ranks_of(name, ranks))  # type: ignore[method-assign]
 
 
 def _layers(model: Any) -> list[tuple[str, nn.Linear]]:
@@ -118,17 +108,8 @@ def define_products(model: Any, device: torch.device, config: TrainerConfig) -> 
     for words in sorted(slice_widths(head.out_features)):
         shapes[words, head.in_features, False] = None
     shapes |= {(*weight.shape, False): None for weight in weights}
-    transposed = _transposed(model) if config.batch_invariant else []
     options = {"routers": bool(routers), "strict": config.exact != "warn"}
-    exact.define_products(shapes, transposed, device, config.torch_param_dtype, **options)
-
-
-def _transposed(model: Any) -> list[tuple[int, int]]:
-    """Return the shapes of weights by which backward multiplies gradients that go to totals."""
-    head: Any = model.get_output_embeddings()
-    shapes = [(layer.out_features, layer.in_features) for _, layer in _layers(model)]
-    shapes += [(words, head.in_features) for words in summed_widths(head.out_features)]
-    return [*dict.fromkeys(shapes)]
+    exact.define_products(shapes, device, config.torch_param_dtype, **options)
 
 
 def _ranks_of(layer: str, exact_ranks: int) -> int:
@@ -154,11 +135,11 @@ def exact_attention(
 
 
 def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
-    return exact.linear(x, layer.weight, layer.bias, ranks, totals_of(layer))
+    return exact.linear(x, layer.weight, layer.bias, ranks)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
-    return exact.rms_norm(x, norm.weight, norm.variance_epsilon, totals_of(norm))
+    return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
 def _rotary(frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor) -> Any:

@@ -43,10 +43,6 @@ class MicroBatch:
     target: Tensor  # int64 [N], response tokens to learn
     # Experts to replay, int16 [B * L, layers, top_k], -1 if unknown; None without replay.
     routed: Tensor | None = None
-    # Rows of these tokens, int64 [N], in which each sequence has a multiple of a step, and the
-    # number of rows; None if they have no others.
-    slots: Tensor | None = None
-    num_slots: int = 0
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments for a model of transformers."""
@@ -256,18 +252,15 @@ def _is_row(entry: Any) -> bool:
 
 
 def dispatch(
-    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool, step: int = 1
+    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
     """Dispatch the batch to ranks, and return the indices of this rank's sequences in chunks.
 
     Long sequences come first, and -1 is a filler. All ranks get the same numbers of chunks and of
     sequences per chunk, because their collectives must match. `size` limits the sequences of a
     chunk. If `packed`, the limit is `size` times the tokens of the longest sequence instead.
-
-    A sequence takes a multiple of `step` tokens. If that is above 1, the order of the sequences
-    does not depend on `size`.
     """
-    lengths = [round_up(length, step) for length in batch.lengths]
+    lengths = batch.lengths
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
     own_rows = order[rank::world]
@@ -275,28 +268,23 @@ def dispatch(
         return [own_rows[first : first + size] for first in range(0, len(own_rows), size)]
     # The longest sequence among the ranks at each position. Rank 0 never has a filler.
     longest = [lengths[row] for row in order[::world]]
-    return _fill(own_rows, longest, size * round_up(batch.max_length, step), in_order=step > 1)
+    return _fill(own_rows, longest, size * batch.max_length)
 
 
-def _fill(
-    rows: Sequence[int], lengths: Sequence[int], tokens: int, *, in_order: bool
-) -> list[list[int]]:
+def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Pack rows into chunks of at most `tokens` tokens, each row into the first chunk with room.
 
     Rows are sorted by descending length. The fullest chunk comes first, so that the allocator can
-    reuse its blocks for all others. If `in_order`, only the last chunk is filled up.
+    reuse its blocks for all others.
     """
     chunks, left = list[list[int]](), list[int]()
     for row, length in zip(rows, lengths, strict=True):
-        open_ones = range(max(0, len(chunks) - 1) if in_order else 0, len(chunks))
-        fit = next((i for i in open_ones if left[i] >= length), len(chunks))
+        fit = next((i for i, room in enumerate(left) if room >= length), len(chunks))
         if fit == len(chunks):
             chunks.append([])
             left.append(tokens)
         chunks[fit].append(row)
         left[fit] -= length
-    if in_order:
-        return chunks
     return [chunks[i] for i in sorted(range(len(chunks)), key=left.__getitem__)]
 
 
@@ -307,7 +295,6 @@ def lay_out(
     size: int,
     *,
     packed: bool,
-    step: int = 1,
 ) -> MicroBatch:
     """Build the micro batch of one chunk, packed end to end or padded.
 
@@ -316,19 +303,17 @@ def lay_out(
     that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
     cache.
 
-    `rows` is a chunk of `dispatch`, called with the same `size`, `packed` and `step`. A packed
-    sequence is padded to a multiple of `step` tokens.
+    `rows` is a chunk of `dispatch`, called with the same `size` and `packed`.
     """
     prompts = [Tokens.of(batch.prompt_ids).array(i) if i >= 0 else _pads(1) for i in rows]
     responses = [Tokens.of(batch.response_ids).array(i) if i >= 0 else _pads(0) for i in rows]
-    tails = [_pads(-(len(p) + len(r)) % step) for p, r in zip(prompts, responses, strict=True)]
     if packed:
-        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), max(_ALIGNED, step))
-        if spare := -sum(map(len, chain(prompts, responses, tails))) % unit:
+        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
+        if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts = [*rows, -1], [*prompts, _pads(spare)]
-            responses, tails = [*responses, _pads(0)], [*tails, _pads(0)]
-    answers, parts = [*map(len, responses)], [*zip(prompts, responses, tails, strict=True)]
-    lengths = tuple(sum(map(len, each)) for each in parts)
+            responses = [*responses, _pads(0)]
+    parts = [*zip(prompts, responses, strict=True)]
+    lengths = tuple(len(prompt) + len(response) for prompt, response in parts)
     values = np.concatenate([*chain.from_iterable(parts)])
     sizes = np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
@@ -341,8 +326,7 @@ def lay_out(
         rows.ravel()[at] = of_tokens
         return rows
 
-    begin, count = np.array([*map(len, prompts)])[sequence], np.array(answers)[sequence]
-    answered = (place >= begin) & (place < begin + count)
+    answered = place >= np.array([*map(len, prompts)])[sequence]
     if batch.mask is not None:
         own = Tokens.of(batch.mask).select([row for row in rows if row >= 0])
         answered[answered] = own.values
@@ -357,10 +341,6 @@ def lay_out(
         "target": values[answered],
         "real": laid(np.array(rows)[sequence] >= 0),
     }
-    slots = [round_up(count, step) for count in answers]
-    if step > 1:
-        starts = np.cumsum([0, *slots[:-1]])
-        arrays["slots"] = (place - begin + starts[sequence])[answered]
     if packed:
         arrays["bounds"] = np.array([0, *accumulate(lengths)], np.int32)
         arrays["position_ids"] = place[None]
@@ -373,11 +353,9 @@ def lay_out(
     packing = None
     if packed:
         bounds, position_ids = tensors.pop("bounds"), tensors.pop("position_ids")
-        packing = Packing(lengths, bounds, position_ids, undivided=step > 1)
+        packing = Packing(lengths, bounds, position_ids)
     each = tuple(counts.tolist())
-    return MicroBatch(
-        rows=tuple(rows), counts=each, packing=packing, num_slots=sum(slots), **tensors
-    )
+    return MicroBatch(rows=tuple(rows), counts=each, packing=packing, **tensors)
 
 
 def _pads(count: int) -> NDArray[np.int64]:

@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trainer_bridge.fsdp_internals import run_backward
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.learning.trainer_model import Model, token_logits
-from trainer_bridge.models.sharded_model import run_backward
 
 
 class Critic(Model):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
 from trainer_bridge.config import Schedule, TrainerConfig
+from trainer_bridge.fsdp_internals import host_shard
 from trainer_bridge.learning.adamw_8bit import AdamW8bit
 from trainer_bridge.models.runtime import Runtime, side_by_side
 from trainer_bridge.models.sharded_model import trained_params
-from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
+from trainer_bridge.sync.shards import like_shard, local_shard
 
 CHUNK = 32 << 20  # elements; copies of this size run at the link's rate, with little overhead
 _SLOTS = 3  # chunks on the device: one arrives, one is updated, one leaves

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_bridge.fsdp_internals import run_backward
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.learning.correction import figures_of_first_update
 from trainer_bridge.learning.policy_loss import k3, kl_terms, policy_terms, token_factors
 from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.learning.trainer_model import Model, TokenValues, token_logits
 from trainer_bridge.models.moe import load_balance, replay
-from trainer_bridge.models.sharded_model import run_backward
 from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 
 
@@ -125,19 +125,10 @@ def micro_logprobs(
     head = model.get_output_embeddings()
     if isinstance(head, ScoringHead):
         at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
-        target, slots = micro.target, micro.slots if torch.is_grad_enabled() else None
-        if slots is not None:
-            at, target = (_spread(part, slots, micro.num_slots) for part in (at, target))
-        scoring = head.scoring(at, target, temperature, entropy_grad)
+        scoring = head.scoring(at, micro.target, temperature, entropy_grad)
         with scoring, getattr(model, "forward_products", nullcontext)():  # see `make_exact`
-            scores = model(**micro.inputs()).logits
-        logprobs, entropy = scores if slots is None else scores[:, slots]
+            logprobs, entropy = model(**micro.inputs()).logits
     else:
         logits = token_logits(model, micro)
         logprobs, entropy = logit_scores(logits, micro.target, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
-
-
-def _spread(values: Tensor, slots: Tensor, count: int) -> Tensor:
-    """Return `count` numbers that are 0 but for `values` at `slots`."""
-    return values.new_zeros(count).index_copy_(0, slots, values)

@@ -75,7 +75,7 @@ class Tokens(Sequence[list[Any]]):
     def where(self, taken: Tokens) -> Tokens:
         """Return the numbers of the tokens for which `taken` is true."""
         counts = np.concatenate([[0], np.cumsum(taken.values)])
-        ends = taken._ends
+        ends = taken.lengths.cumsum()
         return Tokens(self.values[taken.values], counts[ends] - counts[ends - taken.lengths])
 
     def answers_at(self, taken: NDArray[np.bool_]) -> NDArray[np.int64]:

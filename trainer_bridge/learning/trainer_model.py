@@ -12,19 +12,14 @@ from torch import Tensor, nn
 
 from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.fsdp_internals import keep_unsharded, reshard, whole_pass
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out
 from trainer_bridge.learning.loss_scale import TRIES, LossScale, check_scores
 from trainer_bridge.learning.optimizer import LearningRate, after_load, build_optimizer
 from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.models.packing import packs
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import (
-    build_model,
-    keep_unsharded,
-    reshard,
-    trained_params,
-    whole_pass,
-)
+from trainer_bridge.models.sharded_model import build_model, trained_params
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.tag_names import PARAMS
 
@@ -142,11 +137,11 @@ class Model:
     def _micro_batches(self, batch: SequenceBatch) -> Iterator[MicroBatch]:
         """Yield this rank's share of a batch, and let the module keep parameters in between."""
         module, runtime, size = self.module, self._runtime, self.config.micro_batch_size
-        how: dict[str, Any] = {"packed": packs(module), "step": getattr(module, "token_step", 1)}
-        shares = dispatch(batch, runtime.rank, runtime.world, size, **how)
+        packed = packs(module)
+        shares = dispatch(batch, runtime.rank, runtime.world, size, packed=packed)
         for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
             keep_unsharded(module, runtime.keep_unsharded, last=not left)
-            yield lay_out(batch, rows, runtime.device, size, **how)
+            yield lay_out(batch, rows, runtime.device, size, packed=packed)
 
     def take_step(
         self, backward: Callable[[float], list[float]]

@@ -29,18 +29,12 @@ class Packing:
         lengths: Tokens of each sequence.
         bounds: int32 [S + 1], 0 followed by the end of each sequence.
         position_ids: int64 [1, T], counted from 0 in each sequence.
-        sequences: Lengths and bounds for `ops.exact.attention`, `undivided` or not.
+        sequences: Lengths and bounds for `ops.exact.attention`.
     """
 
-    def __init__(
-        self,
-        lengths: tuple[int, ...],
-        bounds: Tensor,
-        position_ids: Tensor,
-        undivided: bool = False,
-    ) -> None:
+    def __init__(self, lengths: tuple[int, ...], bounds: Tensor, position_ids: Tensor) -> None:
         self.lengths, self.bounds, self.position_ids = lengths, bounds, position_ids
-        self.sequences = Sequences(lengths, bounds, undivided)
+        self.sequences = Sequences(lengths, bounds)
 
 
 def packed_attention(

@@ -8,16 +8,15 @@ saved needlessly.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +27,7 @@ from rollout.model import load_hf_config, stored_buffers
 from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
+from trainer_bridge.fsdp_internals import initialize_fsdp, keep_fp32_gradients, pad_shards
 from trainer_bridge.models.adapters.lora import (
     NAMES,
     adapted_params,
@@ -53,7 +53,6 @@ from trainer_bridge.tag_names import ADAPTERS, CRITIC, PARAMS, REFERENCE
 
 UNIT_BYTES = 128 << 20  # of unsharded parameters; small against the activations of a micro batch
 _NOISES = ("drop", "jitter")
-AwaitContent = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
 
 def build_model(
@@ -81,10 +80,8 @@ def build_model(
     cannot be sharded or laid out as requested; or an adapter's target that does not exist.
     """
     if tag != PARAMS:
-        # A reference's scores enter the policy's loss. With `batch_invariant` they must not depend
-        # on the micro batch, either; otherwise only the policy's forward is compared.
-        exact = config.exact if config.batch_invariant and tag == REFERENCE else False
-        config = dataclasses.replace(config, exact=exact, batch_invariant=False)
+        # Only log-probabilities of the policy are compared with the engine's.
+        config = dataclasses.replace(config, exact=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
     if value_head := tag == CRITIC:
@@ -100,17 +97,13 @@ def build_model(
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)
-    if config.lora is not None:
-        _pad_adapters(model, saver)
     if config.optimizer_offload:
         for param in model.parameters():
             param.grad_dtype = torch.float32  # read by FSDP's lazy initialization
-    _finish_fsdp(model, saver, tag)
-    if config.batch_invariant:
-        total_gradients(model)
+    _pad_shards(model, config, saver, tag)
     runtime.make_buffers(model)
     if config.optimizer_offload:
-        _keep_fp32_gradients(model)
+        keep_fp32_gradients(model)
         return model
     head = _output_name(model) if value_head else None
     fill_weights(model, config, runtime, created={head} if head else set())
@@ -151,84 +144,6 @@ def lora_target_names(model_path: str) -> set[str]:
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
     """Raise a ValueError if this model's parameters cannot be laid out like a rollout's."""
     byte_offsets(layout, dict(meta_model(config).named_parameters()))
-
-
-def reshard(model: nn.Module) -> None:
-    """Free all unsharded parameters, and gradients that were not reduced."""
-    for group in _groups(model):
-        group.wait_for_unshard()  # a failed pass may have begun to gather
-        group._to_sharded()  # reshard() keeps what a failed forward gathered
-        for param in group.fsdp_params:
-            param.embedding_grad = None  # see `EmbeddingTotal`
-            if "unsharded_accumulated_grad" in vars(param):  # the sum, in torch before 2.15
-                param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
-
-
-def keep_unsharded(model: nn.Module, keep: bool, *, last: bool) -> None:
-    """Let the next passes keep the parameters that they gather, and add gradients unsharded.
-
-    The `last` backward reduces the gradients and reshards. Without `keep`, every backward does so,
-    and every forward reshards all units but the root.
-    """
-    for unit in _wrapped(model):
-        unit.set_reshard_after_backward(last or not keep, recurse=False)
-        unit.set_requires_gradient_sync(last or not keep, recurse=False)
-        if unit is not model:
-            unit.set_reshard_after_forward(not keep, recurse=False)
-
-
-def run_backward(model: nn.Module, loss: Tensor) -> None:
-    """Run a backward pass, which adds up the gradients of each parameter in forward's dtype.
-
-    FSDP converts sums of batches to its reduction's dtype after the pass. If a pass does not reduce
-    gradients, FSDP of torch 2.15 would convert every single one: the sum of a tied matrix would
-    have other bits than in a pass that reduces, and more bytes.
-    """
-    for group in _groups(model):
-        for param in getattr(group, "_fsdp_params_with_wider_grad_dtype", ()):
-            if param._unsharded_param.grad is None:
-                param._unsharded_param.grad_dtype = None
-    with getattr(model, "backward_products", nullcontext)():  # see `add_totals`
-        loss.backward()
-
-
-def total_gradients(model: nn.Module) -> None:
-    """Let the gradients of an exact model go to totals."""
-    from trainer_bridge.exact.gradient_totals import add_totals
-
-    add_totals(model, _groups(model))
-
-
-@contextmanager
-def whole_pass(model: nn.Module) -> Iterator[None]:
-    """Run passes that leave no parameter unsharded; if one fails, FSDP forgets it."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            _forget_pass(model)
-        except Exception as also:  # such as a device that is lost
-            error.add_note(f"and FSDP's state was not reset: {also}")
-        raise
-    reshard(model)
-
-
-def _forget_pass(model: Any) -> None:
-    """Reset FSDP after a pass that raised an error, which FSDP counts as still running.
-
-    The next pass would gather no unit that is complete for it (torch 2.11), or reduce no gradients.
-    """
-    reshard(model)
-    keep_unsharded(model, False, last=True)
-    root = model._get_fsdp_state()
-    root._state_ctx.manual_backward_finalization_active = False  # torch 2.15 sets it in backward
-    root._root_post_backward_final_callback()  # no gradient is left to reduce
-    for module in _wrapped(model):
-        state = module._get_fsdp_state()
-        state._modules_to_run_forward.clear()
-        state._state_ctx.iter_forward_root = None  # else its streams would not be ordered
 
 
 def meta_model(
@@ -335,10 +250,10 @@ def _shard(
         rule = f"this model has no parameters {listed(unknown)}"
         raise ValueError(f"shard_dims: {rule}; leave them out")
     chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
-    wide = config.param_dtype is not None or config.batch_invariant
+    half = config.param_dtype is not None
     policy = MixedPrecisionPolicy(
-        param_dtype=None if config.param_dtype is None else config.torch_param_dtype,
-        reduce_dtype=torch.float32 if wide else None,
+        param_dtype=config.torch_param_dtype if half else None,
+        reduce_dtype=torch.float32 if half else None,
     )
     layers = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in layers]
@@ -418,67 +333,13 @@ def _is_padded(param: Tensor) -> bool:
     return param.placements[0].is_shard(0) and local_shard(param).shape[0] < most_rows
 
 
-def _finish_fsdp(model: nn.Module, saver: MemorySaver, tag: str) -> None:
-    """Run FSDP's lazy initialization in the region, because it may reallocate shards."""
-    assert isinstance(model, FSDPModule)
+def _pad_shards(model: nn.Module, config: TrainerConfig, saver: MemorySaver, tag: str) -> None:
+    """Let FSDP pad shards in regions of their tags, because it allocates memory for them."""
+    if config.lora is not None:
+        with saver.region(ADAPTERS, content="host"):
+            pad_shards(model, NAMES)
     with saver.region(tag, content="host"):
-        model._get_fsdp_state()._lazy_init()
-
-
-def _pad_adapters(model: nn.Module, saver: MemorySaver) -> None:
-    """Pad adapters on their own tag, before FSDP's lazy initialization does it on another."""
-    with saver.region(ADAPTERS, content="host"):
-        held = (group.fsdp_params for group in _groups(model))
-        for param in chain.from_iterable(held):
-            if param._module_info.param_name in NAMES:
-                param.reset_sharded_param()
-
-
-def shards_in_order(model: nn.Module) -> list[Tensor]:
-    """Return this rank's shards in the order in which a decoder's forward gathers them.
-
-    These are the shards of root, embedding, layers and head, as they are stored on tags.
-    """
-    return [*chain.from_iterable(map(_shards, _groups(model)))]
-
-
-def await_shards(model: nn.Module, await_content: AwaitContent) -> None:
-    """Call `await_content` before each unit's forward, with its shards and the reading streams."""
-    for group in _groups(model):
-        hook = partial(_await, group, await_content)
-        # The first module's forward gathers the unit; the hook comes before FSDP's.
-        group.modules[0].register_forward_pre_hook(hook, prepend=True)
-
-
-def _await(group: Any, await_content: AwaitContent, module: nn.Module, args: object) -> None:
-    streams = []
-    if group.device.type == "cuda":
-        streams = [
-            torch.cuda.current_stream(group.device),
-            group.comm_ctx.all_gather_copy_in_stream,
-        ]
-    await_content(_shards(group), streams)
-
-
-def _shards(group: Any) -> list[Tensor]:
-    return [param._sharded_param_data for param in group.fsdp_params]
-
-
-def _keep_fp32_gradients(model: nn.Module) -> None:
-    """Keep reduced gradients, and their sums over micro batches, in fp32."""
-    for group in _groups(model):
-        group._orig_dtype = torch.float32  # torch 2.15 takes it from the shards' grad_dtype
-
-
-def _wrapped(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules in FSDP's units; a unit can have several."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters; a group is gathered and reduced together."""
-    groups = (module._get_fsdp_state()._fsdp_param_group for module in _wrapped(model))
-    return [*dict.fromkeys(group for group in groups if group is not None)]
+        initialize_fsdp(model)
 
 
 def _load_weights(

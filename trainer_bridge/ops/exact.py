@@ -2,8 +2,7 @@
 
 On a GPU, forward runs the engine's kernels, and backward is deterministic. On the CPU, autograd
 differentiates the engine's torch reference of norms and attention. Products of forward need
-`engine_products` around them. Those of backward are the library's, in any number of parts, unless
-the gradients of weights are added to `gradient_sums.Totals`.
+`engine_products` around them. Those of backward are the library's, in any number of parts.
 """
 
 import contextlib
@@ -31,14 +30,12 @@ from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_key
 from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
 from rollout.weights import held
 from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
-from trainer_bridge.ops.gradient_sums import Totals, add_embeddings, add_product, add_rows
 
 engine_products = row_invariant_products
 
 
 def define_products(
     shapes: Iterable[tuple[int, int, bool]],
-    transposed: Iterable[tuple[int, int]],
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -47,36 +44,24 @@ def define_products(
 ) -> None:
     """Probe products by shape: outputs N, inputs K, whether there is a bias.
 
-    It is the engine's probe, which decides by bits. `transposed` has shapes [N, K] of weights whose
-    transposes are multiplied, too: in backward, by gradients. With `routers`, small products are
-    also probed with fp32 results. Without `strict`, a product without defined bits is no error.
+    It is the engine's probe, which decides by bits. With `routers`, small products are also probed
+    with fp32 results. Without `strict`, a product without defined bits is no error.
     """
     if not is_probed(device, dtype):
         return
     empty = partial(torch.empty, dtype=dtype, device=device)
-    forward = (((n, k), empty(n) if biased else None) for n, k, biased in shapes)
-    products = chain(
-        ((empty(shape), bias) for shape, bias in forward),
-        ((empty(shape).t(), None) for shape in transposed),
-    )
+    products = ((empty(n, k), empty(n) if biased else None) for n, k, biased in shapes)
     define_engine_products(products, routers=routers, strict=strict)
     empty_torch_cache(device)
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1, totals: Totals | None = None
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Tensor:
     """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N].
 
     The product is that of tensor-parallel ranks that share the inner dimension: each rounds its
-    part, the first adds the bias, and the parts are added in order. With `totals` ("weight", and
-    "bias" if there is one), gradients are added to them.
+    part, the first adds the bias, and the parts are added in order.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if totals is None:
-        out = _sum_of_ranks(rows, weight, bias, ranks)
-    else:
-        out = _Linear.apply(rows, weight, bias, ranks, totals)
+    out = _sum_of_ranks(x.reshape(-1, x.shape[-1]), weight, bias, ranks)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -174,21 +159,11 @@ def _mix_by_ranks(
     return add_parts(chain.from_iterable(zip(*sums, strict=True)))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, totals: Totals | None = None) -> Tensor:
-    """Compute weight * x / rms(x) over the last dimension of x [..., H].
-
-    With `totals` ("weight"), the gradient of the weight is added to them.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute weight * x / rms(x) over the last dimension of x [..., H]."""
     if x.is_cuda:
-        return _RMSNorm.apply(x, weight, eps, totals)
-    if totals is None:
-        return engine_rms_norm(x, weight, eps)
-    return _Gain.apply(engine_rms_norm(x, torch.ones_like(weight), eps), weight, totals)
-
-
-def embed(ids: Tensor, weight: Tensor, totals: Totals) -> Tensor:
-    """Return the embeddings [..., H] of `ids`; their gradients are added to `totals` ("weight")."""
-    return _Embedding.apply(ids, weight, totals)
+        return _RMSNorm.apply(x, weight, eps)
+    return engine_rms_norm(x, weight, eps)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -216,12 +191,10 @@ class Sequences:
     Attributes:
         lengths: Tokens of each sequence.
         bounds: int32 [S + 1], 0 followed by the end of each sequence.
-        undivided: Whether the bits of a sequence's gradients must not depend on the others.
     """
 
     lengths: tuple[int, ...]
     bounds: Tensor
-    undivided: bool = False
 
     @cached_property
     def table(self) -> Tensor:
@@ -285,76 +258,19 @@ class _Product(torch.autograd.Function):
         )
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, totals: Totals
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.totals = totals
-        return _sum_of_ranks(x, weight, bias, ranks)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (to_x, _, to_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        ctx.totals["weight"].apply(partial(add_product, grad=grad, x=x))
-        if to_bias:
-            ctx.totals["bias"].apply(partial(add_rows, rows=grad))
-        return engine_linear(grad, weight.t()) if to_x else None, None, None, None, None
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, totals: Totals) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.totals = totals
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        (ids,) = ctx.saved_tensors
-        each = {"ids": ids.flatten(), "grad": grad.flatten(0, -2)}
-        ctx.totals["weight"].apply(partial(add_embeddings, **each))
-        return None, None, None
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, totals: Totals | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.totals = eps, totals
+        ctx.eps = eps
         return engine_rms_norm(x, weight, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), aten, whole = ctx.saved_tensors, torch.ops.aten, ctx.totals is None
-        size = x.shape[-1:]
-        normed, scale = aten._fused_rms_norm(x, size, weight if whole else None, ctx.eps)
-        grads = aten._fused_rms_norm_backward(grad, x, size, scale, weight, [True, whole])
-        if not whole:
-            rows = normed.mul_(grad).flatten(0, -2)
-            ctx.totals["weight"].apply(partial(add_rows, rows=rows))
-        return *grads, None, None
-
-
-class _Gain(torch.autograd.Function):
-    """Multiply rows x [..., H] by a norm's weight [H]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, totals: Totals) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.totals = totals
-        return x * weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        ctx.totals["weight"].apply(partial(add_rows, rows=(grad * x).flatten(0, -2)))
-        return grad * weight, None, None
+        (x, weight), aten, size = ctx.saved_tensors, torch.ops.aten, grad.shape[-1:]
+        _, scale = aten._fused_rms_norm(x, size, weight, ctx.eps)
+        return *aten._fused_rms_norm_backward(grad, x, size, scale, weight, [True, True]), None
 
 
 class _Silu(torch.autograd.Function):
@@ -416,17 +332,6 @@ class _MixExperts(torch.autograd.Function):
         return None, None, grad_x, None, grad_weights, grad_gate_up, grad_down
 
 
-def _undivided(bounds: Tensor, q: Tensor) -> Tensor:
-    """Add empty sequences to bounds until FlashAttention divides no sum of q's gradient.
-
-    Its deterministic backward divides them where the heads of all sequences are fewer than the
-    multiprocessors.
-    """
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    empty = -(-programs // q.shape[1]) - len(bounds) + 1
-    return bounds if empty <= 0 else torch.cat([bounds, bounds[-1:].expand(empty)])
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -453,8 +358,6 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         sequences, scale, window = ctx.packed
         bounds, longest = sequences.bounds, max(sequences.lengths)
-        if sequences.undivided:
-            bounds = _undivided(bounds, q)
         sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of a dropout
         with _deterministic():

@@ -9,7 +9,6 @@ Log-probabilities have the bits of `rollout.ops.log_softmax`, whatever the slice
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,14 +32,11 @@ from rollout.ops.log_softmax import (
     row_sum,
     row_sums,
 )
-from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import same_products
 from trainer_bridge.ops.exact import linear
-from trainer_bridge.ops.gradient_sums import Total, add_product, totals_of
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
 _WIDTHS = tuple(BLOCK << power for power in range(5))  # of slices; few, because each is probed
-_SUMMED = _WIDTHS[1]  # of slices whose gradients are added to a total
 _GRADIENTS = 4096  # words of a program that computes gradients
 
 
@@ -50,7 +46,6 @@ def token_scores(
     target: Tensor,
     temperature: float,
     impl: Impl = "auto",
-    total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
@@ -59,9 +54,8 @@ def token_scores(
     are rounded to the dtype of the inputs, as in a linear layer. All else is fp32.
 
     Both results have gradients. That of the entropies takes time only where a loss depends on them.
-    With `total`, the gradient of `weight` is added to it (`add_product`).
     """
-    chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl, total)
+    chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl)
     return chosen, entropy
 
 
@@ -85,9 +79,8 @@ class _TokenScores(torch.autograd.Function):
         target: Tensor,
         temperature: float,
         impl: Impl,
-        total: Total | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.total, ctx.slices = total, list(_slices(hidden, weight, total))
+        ctx.slices = _slices(hidden, weight)
         ctx.products = same_products(hidden.device)
         parts = [
             reduce_logits(_logits(hidden, weight[start:stop]), target, start, temperature, impl)
@@ -101,27 +94,17 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, target, *norm = ctx.saved_tensors
         inputs = _inputs(norm, *grads)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        total: Total | None = ctx.total
-        trained = total is None and ctx.needs_input_grad[1]
-        grad_weight = torch.empty_like(weight) if trained else None
-        # With a total, no bits may depend on the number of rows.
-        multiply = F.linear if total is None else engine_linear
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start, stop in ctx.slices:
             words = weight[start:stop]
             with ctx.products():
                 logits = _logits(hidden, words)
             logits_to_gradient(logits, target, *inputs, start, ctx.temperature, ctx.impl)
-            grad_hidden += multiply(logits, words.t())
-            if total is not None:
-                total.apply(partial(_add_slice, start, logits, hidden))
-            elif grad_weight is not None:
+            grad_hidden += F.linear(logits, words.t())
+            if grad_weight is not None:
                 torch.mm(logits.T, hidden, out=grad_weight[start:stop])
             del logits  # before the next slice's
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
-
-
-def _add_slice(start: int, grad: Tensor, hidden: Tensor, total: Tensor) -> None:
-    add_product(total[start : start + grad.shape[1]], grad, hidden)
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
 class _LogitScores(torch.autograd.Function):
@@ -172,27 +155,16 @@ def _inputs(
     return *norm, grad, None if grad_entropy is None else grad_entropy.contiguous()
 
 
-def _slices(hidden: Tensor, weight: Tensor, total: Total | None) -> Iterator[tuple[int, int]]:
-    """Yield (first word, end) of each slice of the vocabulary."""
-    if total is not None:
-        return _slices_of(len(weight), _SUMMED)
+def _slices(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+    """Return (first word, end) of each slice of the vocabulary."""
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
     width = max(width for width in _WIDTHS if width * row <= SLICE_BYTES or width == BLOCK)
-    return _slices_of(words, width)
-
-
-def _slices_of(words: int, width: int) -> Iterator[tuple[int, int]]:
-    yield from ((start, min(start + width, words)) for start in range(0, words, width))
+    return [(start, min(start + width, words)) for start in range(0, words, width)]
 
 
 def slice_widths(words: int) -> set[int]:
     """Return all numbers of words that a slice of a vocabulary of `words` can have."""
     return {min(width, words) for width in _WIDTHS} | {words % width for width in _WIDTHS} - {0}
-
-
-def summed_widths(words: int) -> list[int]:
-    """Return all numbers of words of a slice whose gradients are added to a total."""
-    return sorted({stop - start for start, stop in _slices_of(words, _SUMMED)})
 
 
 # Registered as torch operations, so that the planner's fake tensors see a single kernel that
@@ -435,9 +407,7 @@ class ScoringHead(nn.Linear):
             return F.linear(x, self.weight)
         at, target, temperature, entropy_grad = self._asked
         hidden = x.flatten(0, 1).index_select(0, at)
-        totals = totals_of(self)
-        total = None if totals is None else totals["weight"]
-        chosen, entropy = token_scores(hidden, self.weight, target, temperature, total=total)
+        chosen, entropy = token_scores(hidden, self.weight, target, temperature)
         return torch.stack([chosen, entropy if entropy_grad else entropy.detach()])
 
 

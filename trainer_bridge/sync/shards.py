@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -16,9 +15,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from rollout.weights import Manifest
+from trainer_bridge.fsdp_internals import StridedShard, local_tensor
 
 Ints = tuple[int, ...]
 
@@ -148,7 +148,7 @@ def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
     shape = tuple(param.shape)
     box = Box((0,) * param.ndim, shape)
     if isinstance(param, DTensor):
-        box, local = shard_box(param), tuple(param._local_tensor.shape)
+        box, local = shard_box(param), tuple(local_tensor(param).shape)
         if local != box.shape:
             raise ValueError(
                 f"{name}: this rank holds a tensor of {local}, but {param.placements} on a mesh of "
@@ -175,7 +175,7 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
     """
     if isinstance(placement, Replicate):
         return None
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, StridedShard):
         return _Split(placement.dim % ndim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return _Split(placement.dim % ndim, 1)
@@ -217,18 +217,6 @@ def like_shard(local: Tensor, param: Tensor) -> DTensor:
     return DTensor.from_local(
         local, mesh, places, run_check=False, shape=param.shape, stride=param.stride()
     )
-
-
-def host_shard(local: Tensor, param: Tensor) -> DTensor:
-    """Wrap `local`, on the host and of any dtype, as this rank's shard of a tensor like `param`.
-
-    `from_local` would move the shard to the mesh's device.
-    """
-    assert isinstance(param, DTensor)
-    spec = copy.copy(param._spec)
-    assert spec.tensor_meta is not None
-    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return DTensor(local, spec, requires_grad=False)
 
 
 def shard_box(param: Tensor) -> Box:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from memsaver.ops.rows import RowCopies, Rows, box_rows
 from trainer_bridge.errors import listed
+from trainer_bridge.fsdp_internals import local_tensor
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import SourceShard, shard_of
 
@@ -66,8 +67,7 @@ def _sharding(param: Tensor) -> object:
 
 
 def _stored(param: Tensor) -> Tensor:
-    """Return the local shard without `to_local`, which takes a hundred times as long."""
-    stored = param._local_tensor if isinstance(param, DTensor) else param
+    stored = local_tensor(param)
     return stored.detach() if stored.requires_grad else stored
 
 

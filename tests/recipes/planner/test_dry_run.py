@@ -209,15 +209,6 @@ def test_exact_update_keeps_one_fp32_tensor_less_of_every_norm() -> None:
     assert abs(more[1] - more[0] - norms * tokens * 256 * 4) <= norms * 2 * MIB
 
 
-def test_batch_invariant_update_is_planned_with_at_least_the_bytes_of_an_exact_one() -> None:
-    words = [*BATCH, "exact=warn", "trainer.keep_unsharded=true"]
-    plain, invariant = (
-        torch_of(step(*words, f"trainer.batch_invariant={how}"), "update_actor")
-        for how in ("false", "true")
-    )
-    assert invariant >= plain
-
-
 def test_resident_tags_have_their_bytes_at_every_stage() -> None:
     recipe = recipes.load("tiny", ["cycle.alias=never"])
     residents = [["optim", "weights"], [], ["params"]]

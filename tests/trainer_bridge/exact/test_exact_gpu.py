@@ -14,7 +14,6 @@ from rollout import Completion, Engine, SamplingParams
 from rollout.ops.torch_attention import attend, hidden_keys
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.exact_ranks import unequal_in_rounds
-from tests.helpers.trainer_bridge.states import assert_same_bits
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.exact.trace import trace_mismatch
@@ -197,27 +196,6 @@ def test_two_updates_from_the_same_weights_have_the_same_bits(tmp_path: Path) ->
         trainer.close()
         trainer.saver.close()
     assert all(map(torch.equal, *ends))
-
-
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "qwen3-30b-a3b"])
-def test_weights_do_not_depend_on_micro_batches(name: str, tmp_path: Path) -> None:
-    path, prompts = described(name, tmp_path), prompts_of((1900, 1300, 900, 610, 333, 40, 1))
-    batch = SequenceBatch(
-        prompt_ids=prompts,
-        response_ids=[prompt[:77] for prompt in prompts],
-        old_logprobs=[[-10.0] * len(prompt[:77]) for prompt in prompts],
-        advantages=[1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 2.0],
-    )
-    found = []
-    for size in (1, 2, len(prompts)):
-        how = {"keep_unsharded": True, "batch_invariant": True}
-        trainer = trainer_of(path, micro_batch_size=size, **how)
-        assert trainer.update_actor(batch)["grad_norm"] > 0
-        found.append({name: shard.cpu() for name, shard in trainer.shards().items()})
-        trainer.close()
-        trainer.saver.close()
-    for other in found[1:]:
-        assert_same_bits(found[0], other)
 
 
 @pytest.mark.parametrize("window", [None, 200])

@@ -1,0 +1,216 @@
+"""Private names of FSDP2 and DTensor, which only this file reads.
+
+`PRIVATE` lists them, with the other private names of torch in this package. A test names the ones
+that the installed torch lacks, and what depends on each.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+AwaitContent = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
+StridedShard = _StridedShard
+SEEN = ("2.11", "2.13", "2.15")
+"""Versions of torch in which the names were looked up."""
+PRIVATE = {
+    "all functions of this file": (
+        "FSDPModule._get_fsdp_state", "FSDPState._fsdp_param_group", "FSDPParamGroup.fsdp_params",
+    ),
+    "padding of shards on their own tags": (
+        "FSDPState._lazy_init", "FSDPParam._module_info", "FSDPParam.reset_sharded_param",
+    ),
+    "fp32 gradients of offloaded masters": ("FSDPParamGroup._orig_dtype",),
+    "freeing what a pass gathered": (
+        "FSDPParamGroup.wait_for_unshard", "FSDPParamGroup._to_sharded",
+        "FSDPParam._unsharded_param", "FSDPParam.unsharded_accumulated_grad",
+    ),
+    "sums of gradients in forward's dtype": ("FSDPParamGroup._fsdp_params_with_wider_grad_dtype",),
+    "a pass after one that failed": (
+        "FSDPState._state_ctx", "FSDPState._modules_to_run_forward",
+        "FSDPState._root_post_backward_final_callback", "FSDPStateContext.iter_forward_root",
+        "FSDPStateContext.manual_backward_finalization_active",
+    ),
+    "a forward that starts while shards are reloaded": (
+        "FSDPParamGroup.modules", "FSDPParamGroup.device", "FSDPParamGroup.comm_ctx",
+        "FSDPCommContext.all_gather_copy_in_stream", "FSDPParam._sharded_param_data",
+    ),
+    "reading shards without the cost of to_local": ("DTensor._local_tensor",),
+    "shards on the host": ("DTensor._spec",),
+    "boxes of shards": ("torch.distributed.tensor.placement_types._StridedShard",),
+    # Other files of this package read these.
+    "attention over packed sequences": ("torch.ops.aten._flash_attention_forward",),
+    "gradients of exact models": (
+        "torch.ops.aten._flash_attention_backward", "torch.ops.aten._fused_rms_norm",
+        "torch.ops.aten._fused_rms_norm_backward", "torch._C._set_deterministic_algorithms",
+    ),
+    "the probe of exact models": ("torch.utils._python_dispatch.TorchDispatchMode",),
+    "updates of streamed masters": ("torch._foreach_copy_", "torch._fused_adamw_"),
+    "clipping of gradients": ("torch._foreach_mul_",),
+    "scores without dropout": ("torch.nn.modules.dropout._DropoutNd",),
+    "fp32 routers and the sync of replaced tensors": (
+        "Module._parameters", "Module._modules", "Module._buffers",
+    ),
+}  # fmt: skip
+"""What depends on private names of torch: owner and name, or a path."""
+ONLY = {
+    "FSDPParamGroup._orig_dtype": ("2.11", "2.13"),  # then of the shards' grad_dtype
+    "FSDPParam.unsharded_accumulated_grad": ("2.11", "2.13"),  # then the unsharded one's gradient
+    "FSDPParamGroup._fsdp_params_with_wider_grad_dtype": ("2.15",),
+    "FSDPStateContext.manual_backward_finalization_active": ("2.15",),
+}
+"""Names that exist in some of the versions `SEEN`, and in which."""
+
+
+def initialize_fsdp(model: nn.Module) -> None:
+    """Run FSDP's lazy initialization, which may allocate shards again to pad them."""
+    assert isinstance(model, FSDPModule)
+    model._get_fsdp_state()._lazy_init()
+
+
+def pad_shards(model: nn.Module, names: Collection[str]) -> None:
+    """Pad the shards of parameters with these names in their modules."""
+    for param in chain.from_iterable(group.fsdp_params for group in _groups(model)):
+        if param._module_info.param_name in names:
+            param.reset_sharded_param()
+
+
+def keep_fp32_gradients(model: nn.Module) -> None:
+    """Keep reduced gradients, and their sums over micro batches, in fp32."""
+    for group in _groups(model):
+        group._orig_dtype = torch.float32  # torch 2.15 takes it from the shards' grad_dtype
+
+
+def reshard(model: nn.Module) -> None:
+    """Free all unsharded parameters, and gradients that were not reduced."""
+    for group in _groups(model):
+        group.wait_for_unshard()  # a failed pass may have begun to gather
+        group._to_sharded()  # reshard() keeps what a failed forward gathered
+        for param in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(param):  # the sum, in torch before 2.15
+                param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+def keep_unsharded(model: nn.Module, keep: bool, *, last: bool) -> None:
+    """Let the next passes keep the parameters that they gather, and add gradients unsharded.
+
+    The `last` backward reduces the gradients and reshards. Without `keep`, every backward does so,
+    and every forward reshards all units but the root.
+    """
+    for unit in _wrapped(model):
+        unit.set_reshard_after_backward(last or not keep, recurse=False)
+        unit.set_requires_gradient_sync(last or not keep, recurse=False)
+        if unit is not model:
+            unit.set_reshard_after_forward(not keep, recurse=False)
+
+
+def run_backward(model: nn.Module, loss: Tensor) -> None:
+    """Run a backward pass, which adds up the gradients of each parameter in forward's dtype.
+
+    FSDP converts sums of batches to its reduction's dtype after the pass. If a pass does not reduce
+    gradients, FSDP of torch 2.15 would convert every single one: the sum of a tied matrix would
+    have other bits than in a pass that reduces, and more bytes.
+    """
+    for group in _groups(model):
+        for param in getattr(group, "_fsdp_params_with_wider_grad_dtype", ()):
+            if param._unsharded_param.grad is None:
+                param._unsharded_param.grad_dtype = None
+    loss.backward()
+
+
+@contextmanager
+def whole_pass(model: nn.Module) -> Iterator[None]:
+    """Run passes that leave no parameter unsharded; if one fails, FSDP forgets it."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            _forget_pass(model)
+        except Exception as also:  # such as a device that is lost
+            error.add_note(f"and FSDP's state was not reset: {also}")
+        raise
+    reshard(model)
+
+
+def _forget_pass(model: Any) -> None:
+    """Reset FSDP after a pass that raised an error, which FSDP counts as still running.
+
+    The next pass would gather no unit that is complete for it (torch 2.11), or reduce no gradients.
+    """
+    reshard(model)
+    keep_unsharded(model, False, last=True)
+    root = model._get_fsdp_state()
+    root._state_ctx.manual_backward_finalization_active = False  # torch 2.15 sets it in backward
+    root._root_post_backward_final_callback()  # no gradient is left to reduce
+    for module in _wrapped(model):
+        state = module._get_fsdp_state()
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None  # else its streams would not be ordered
+
+
+def shards_in_order(model: nn.Module) -> list[Tensor]:
+    """Return this rank's shards in the order in which a decoder's forward gathers them.
+
+    These are the shards of root, embedding, layers and head, as they are stored on tags.
+    """
+    return [*chain.from_iterable(map(_shards, _groups(model)))]
+
+
+def await_shards(model: nn.Module, await_content: AwaitContent) -> None:
+    """Call `await_content` before each unit's forward, with its shards and the reading streams."""
+    for group in _groups(model):
+        hook = partial(_await, group, await_content)
+        # The first module's forward gathers the unit; the hook comes before FSDP's.
+        group.modules[0].register_forward_pre_hook(hook, prepend=True)
+
+
+def _await(group: Any, await_content: AwaitContent, module: nn.Module, args: object) -> None:
+    streams = []
+    if group.device.type == "cuda":
+        streams = [
+            torch.cuda.current_stream(group.device),
+            group.comm_ctx.all_gather_copy_in_stream,
+        ]
+    await_content(_shards(group), streams)
+
+
+def _shards(group: Any) -> list[Tensor]:
+    return [param._sharded_param_data for param in group.fsdp_params]
+
+
+def local_tensor(param: Tensor) -> Tensor:
+    """Return the local part of a tensor without `to_local`, which takes a hundred times as long."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def host_shard(local: Tensor, param: Tensor) -> DTensor:
+    """Wrap `local`, on the host and of any dtype, as this rank's shard of a tensor like `param`.
+
+    `from_local` would move the shard to the mesh's device.
+    """
+    assert isinstance(param, DTensor)
+    spec = copy.copy(param._spec)
+    assert spec.tensor_meta is not None
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _wrapped(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules in FSDP's units; a unit can have several."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """Return FSDP's groups of parameters; a group is gathered and reduced together."""
+    groups = (module._get_fsdp_state()._fsdp_param_group for module in _wrapped(model))
+    return [*dict.fromkeys(group for group in groups if group is not None)]
