@@ -12,7 +12,8 @@ class ContentWatch:
     """Record of how often the content of tags had been discarded when their owner last knew it.
 
     The owner of a tag calls `note` after it writes the tag's content or discards it, and calls
-    `lost` before it uses the content.
+    `lost` before it uses the content. The watch has no lock, because its owner calls it from one
+    thread. It does not notice a discard by another thread between `lost` and the use.
 
     Args:
         saver: The saver that has the tags.

@@ -15,7 +15,7 @@ class RecipeError(ValueError):
 
 
 class ScorerError(ValueError):
-    """Reward functions that left no answer of a step with a reward.
+    """Error of reward functions: no answer of a step has a reward.
 
     The message is one line with function, cause, problem, answer and remedy.
     """

@@ -24,7 +24,7 @@ _FILE = "memsaver_file_"
 def import_named(name: str) -> Any:
     """Import a function, also from a module in the working directory.
 
-    A file is a module of its own, and imports what lies beside it.
+    A file becomes a module of its own. It can import the modules in its folder.
 
     Args:
         name: `package.module:function` or `folder/file.py:function`, by the working directory.

@@ -50,7 +50,6 @@ DATED = (  # files that read dates
     "memsaver/system/clock.py",
     "recipes/logs/environment.py",
     "recipes/logs/run_folder.py",
-    "recipes/logs/trackers.py",
     "recipes/planner/command.py",
     "recipes/setup/preparation.py",
 )
@@ -267,6 +266,31 @@ def test_rooms_of_a_package_import_each_other_in_no_circle(package: str) -> None
         if lower in graph:
             graph[lower].remove(upper)
     assert_no_circle(graph)
+
+
+def titles(picture: str) -> list[str]:
+    """Return the bold words of a picture of docs/architecture.md, in order."""
+    text = (ROOT / "docs/images" / picture).read_text()
+    return re.findall(r"\w+", " ".join(re.findall(r'"bold"[^>]*>([^<]+)<', text)))
+
+
+@pytest.mark.parametrize("package", CHAIN)
+def test_picture_has_every_room_above_the_rooms_that_it_uses(package: str) -> None:
+    words = titles("architecture.svg")
+    column = words[words.index(package) + 1 :]
+    column = column[: next((at for at, word in enumerate(column) if word in CHAIN), None)]
+    rooms, graph = [f"{package}.{word}" for word in column], room_imports(package)
+    folders = {room for room in graph if (ROOT / room.replace(".", "/")).is_dir()} - {package}
+    assert folders <= {*rooms} <= graph.keys()
+    for place, room in enumerate(rooms):
+        assert {(room, used) for used in graph[room] & {*rooms[:place]}} <= UPWARD
+
+
+def test_picture_of_a_step_names_records_of_the_product() -> None:
+    named = {word for word in titles("grpo-step.svg") if word[0].isupper()} - {"GRPO"}
+    trees = (nodes(file) for package in CHAIN for file in (ROOT / package).rglob("*.py"))
+    classes = {node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef)}
+    assert len(named) > 10 and named <= classes
 
 
 def test_files_of_one_name_have_one_role() -> None:

@@ -258,7 +258,7 @@ class Offloader:
         for tag in tags:
             if tag not in self._tags:
                 raise ValueError(
-                    f"unknown tag {tag!r}; the trainer has {', '.join(map(repr, self._tags))}"
+                    f"unknown tag {tag!r}; the trainer has only {', '.join(map(repr, self._tags))}"
                 )
         return tags or tuple(self._tags)
 

@@ -62,7 +62,7 @@ class TrainerFiles:
     def export(self, directory: str, dtype: Dtype | None, **how: Any) -> None:
         """Save the policy as a Hugging Face folder; see `Trainer.save_pretrained`."""
         if dtype not in (None, *DTYPES):
-            raise ValueError(f"save_pretrained(dtype={dtype!r}): use {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={dtype!r} cannot be saved; use {', '.join(DTYPES)}")
         weights = ShardedWeights(self._models[0].module, self._models[0].config)
         save_folder(directory, weights, None if dtype is None else getattr(torch, dtype), **how)
 

@@ -69,7 +69,7 @@ class HostCopyPlan:
 
     @cached_property
     def unit(self) -> int:
-        """Return the largest unit in bytes, up to 16, that divides addresses, strides and rows."""
+        """Return the bytes a thread copies: at most 16, and a divisor of addresses and strides."""
         numbers = [16]
         for part in self.parts:
             numbers += [part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2]]

@@ -561,8 +561,8 @@ def check_tensor(
     if not fits or tensor.dtype not in dtypes or tensor.device != device:
         lengths = ", ".join("n" if length is None else str(length) for length in shape)
         raise ValueError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; the pool takes "
-            f"{' or '.join(map(str, dtypes))} [{lengths}] on {device}"
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
+            f"the pool takes only {' or '.join(map(str, dtypes))} [{lengths}] on {device}"
         )
 
 

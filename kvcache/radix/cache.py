@@ -68,7 +68,7 @@ class PrefixTree:
     ) -> None:
         if eviction_policy not in POLICIES:
             known = ", ".join(POLICIES)
-            raise ValueError(f"unknown eviction policy {eviction_policy!r}; use one of {known}")
+            raise ValueError(f"eviction_policy={eviction_policy!r} is unknown; use one of {known}")
         self._policy = POLICIES[eviction_policy]
         self.allocator = allocator
         self.page_size = allocator.page_size

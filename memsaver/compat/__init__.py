@@ -47,7 +47,7 @@ def require(package: str) -> str:
     """
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f"engine.kind={package} needs the package {package}; run: pip install {package}"
+            f"engine.kind={package} needs the Python package {package}; run: pip install {package}"
         )
     version, oldest = importlib.metadata.version(package), OLDEST[package]
     if is_older(version, oldest):

@@ -141,5 +141,8 @@ class CleanCopy:
         return True
 
     def holds(self, ranges: list[tuple[int, int]]) -> bool:
-        """Return whether the digest confirms the copy, in spite of writes unknown to the owner."""
+        """Return whether the device still has the copied bytes, by a digest of the ranges.
+
+        So the copy is known to be current even if another process wrote without a notice.
+        """
         return self.digest.result() == self._expected and tuple(ranges) == self.backup.ranges

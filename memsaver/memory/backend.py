@@ -73,9 +73,9 @@ os.register_at_fork(after_in_child=_pinned_arena.cache_clear)  # a child does no
 class Backend(ABC):
     """Physical memory and addresses of one device.
 
-    Extents, mappings and the byte limit are reached only through the shim. Methods that differ by
-    device are abstract, or have the host's implementation here, which is synchronous. Mapped sizes
-    are multiples of ``granularity``.
+    Extents, mappings and the byte limit are reached only through the shim. Some methods that
+    differ by device are abstract. The others have the host's implementation here, which does not
+    return before its work is done. Mapped sizes are multiples of ``granularity``.
     """
 
     device: torch.device
@@ -321,15 +321,6 @@ class Backend(ABC):
     def other_holders(self) -> dict[str, int]:
         """Return the other holders of the device's memory: bytes by name."""
         return {}
-
-    def inject_fault(self, after: int, error: int) -> int:
-        """Inject the driver's ``error`` into one driver call of the shim or of Python, for tests.
-
-        ``after`` counts calls from now: 1 is the next one, 0 none. Return the number of calls since
-        the last injection.
-        """
-        calls: int = shim.library().ms_inject(self.phys, after, error)
-        return calls
 
     @contextlib.contextmanager
     def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:

@@ -196,7 +196,9 @@ class PinnedArena:
             return self.committed_bytes - sum(segment.free_bytes for segment in self._segments)
 
     def take(self, nbytes: int, whole: bool = False) -> list[PinnedPiece]:
-        """Take few pieces, or one if ``whole``, of ``nbytes``, rounded up and aligned to UNIT.
+        """Take pieces that have ``nbytes`` together, rounded up and aligned to UNIT.
+
+        There are as few pieces as the free memory allows, and one piece if ``whole``.
 
         Raises:
             HostMemoryError: The arena may not grow that much. Nothing was taken.

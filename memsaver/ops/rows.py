@@ -256,8 +256,14 @@ def digest_table(parts: Sequence[tuple[Tensor, int]]) -> RowCopies:
 def tensor_rows(tensor: Tensor, index: int, index_strides: Strides | None = None) -> Rows:
     """Build rows that digest a tensor in place.
 
-    Elements have 1, 2 or 4 bytes, and any strides. Their numbers begin at `index` and increase by
-    `index_strides` along the dimensions (None: they are consecutive).
+    Args:
+        tensor: Tensor of any strides, whose elements have 1, 2 or 4 bytes.
+        index: Number of the first element in the digest.
+        index_strides: How far the numbers of neighbors along each dimension are apart; None: the
+            elements are numbered in row-major order.
+
+    Returns:
+        The rows, which keep the tensor alive.
     """
     rows = box_rows(
         tensor.shape,

@@ -37,7 +37,9 @@ class Owner:
         # Held from the request for a lease until its extents are imported, because the next answer
         # assumes that they are.
         self.granting = forkable(threading.Lock())
-        self.recalls: WeakValueDictionary[int, Any] = WeakValueDictionary()  # CachedLease by number
+        # CachedLease by number. The user's thread adds leases, and the endpoint's threads recall
+        # them; the values are weak, so that a dropped lease can still be collected.
+        self.recalls: WeakValueDictionary[int, Any] = WeakValueDictionary()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS)
@@ -91,9 +93,8 @@ class Owner:
                 lease.recall_in_thread()
 
 
+# `_lock` guards `owners`. It is held while a connection is made, so that two threads make one.
 owners: dict[str, Owner] = {}
-# Guards `owners`. `owner_of` holds it while it connects, so that two threads do not open two
-# connections; the threads of an endpoint wait for it only when their connection has ended.
 _lock = forkable(threading.Lock())
 
 

@@ -120,7 +120,8 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
             last = byte_offset + nbytes
             raise ValueError(
-                f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}"
+                f"bytes {byte_offset}..{last} are not inside the {self.nbytes} bytes "
+                f"of {self.ticket.tag!r}"
             )
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self._backend.device)
@@ -319,6 +320,9 @@ class CachedLease(Lease):
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket)
+        # The user's thread begins and ends uses, and a thread of the connection recalls. The lock
+        # decides which of the two finds the lease both recalled and unused. It is held while the
+        # lease is unmapped, so that it is unmapped once.
         self._lock = forkable(threading.Lock())
         self._uses = 1
         self._recalled = False
@@ -373,6 +377,8 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
     """
 
     def __init__(self) -> None:
+        # Guards the two fields below. No thread talks to an owner, or takes the lock of a lease,
+        # while it holds this lock.
         self._lock = forkable(threading.Lock())
         self._leases: dict[_Key, CachedLease] = {}
         self._closed = False

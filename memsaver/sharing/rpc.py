@@ -73,13 +73,17 @@ class Endpoint:
         self._on_close = on_close
         self._on_late = on_late
         self._prompt = prompt
+        # Any thread may call, so numbers pair requests with answers. Each caller waits at its own
+        # queue, which the reading thread fills.
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[tuple[dict[str, Any], list[int]]]] = {}
+        # The reading thread puts requests of the peer here, and the working thread serves them.
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = (
             queue.SimpleQueue()
         )
-        # Keeps the parts of a message together. Its holder may wait for the peer to read, so it is
-        # apart from `_lock`, which guards `closed` and `_waiting` and is held for a moment only.
+        # `_sending` keeps the parts of a message together and the descriptor open. It is held
+        # during a send, which may block. `_lock` guards `_waiting` and `closed`, and no thread
+        # waits for anything while it holds it, so the reading thread never stops for long.
         self._sending = forkable(threading.Lock())
         self._lock = forkable(threading.Lock())
         self.closed = False
@@ -137,7 +141,7 @@ class Endpoint:
         self, answer: dict[str, Any], received: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         if "closed" in answer:
-            raise ConnectionClosed(f"process {self.peer_pid} is gone")
+            raise ConnectionClosed(f"process {self.peer_pid} is gone, so nothing answers")
         if "refused" in answer:
             raise CallRefused(answer["refused"])
         return answer, received
@@ -199,6 +203,7 @@ class Endpoint:
             answer, number, content, fds = message
             if not answer:
                 if content.get("op") in self._prompt:
+                    # The working thread may be waiting for a lock whose holder needs this request.
                     self._reply(number, content, fds)
                 else:
                     self._requests.put((number, content, fds))

@@ -70,16 +70,15 @@ class ShareServer:
         find_arena: Callable[[str], Arena],
     ) -> None:
         self._backend = backend
-        # A pause holds the saver's lock while it waits until peers have ended their leases. So
-        # `unlease` must not need it, nor stand in a queue behind a request that waits for it.
         self._lock = lock
         self._pool = pool
         self._find_arena = weakref.WeakMethod(find_arena)
         self._tickets: dict[str, Ticket] = {}
         self._links: list[Link] = []
         self._numbers = itertools.count(1)
-        # Guards links and their leases. It is never held during a call to a peer, whose answer may
-        # need a thread that waits for it.
+        # `_changed` guards `_links` and the leases of each link. A pause waits here, under the
+        # saver's `lock`, for leases to end. So a thread takes `lock` before `_changed`, never
+        # after it, and `unlease` takes `_changed` alone.
         self._changed = forkable(threading.Condition())
         self._pid = os.getpid()
         self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
@@ -161,10 +160,11 @@ class ShareServer:
 
         The caller may hold the saver's lock, but not the device lock, which peers need to unmap.
         """
-        for link in list(self._links):
+        for link in list(self._links):  # a copy, because other threads add and remove links
             with self._changed:
                 wanted = [number for number in link.kept if link.leases[number] in tags]
             if wanted:
+                # Not under `_changed`, which the thread of the peer's `unlease` needs.
                 # A lease of a peer that does not answer stays.
                 with contextlib.suppress(rpc.ConnectionClosed, rpc.CallRefused, TimeoutError):
                     link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
@@ -225,6 +225,9 @@ class ShareServer:
                 continue
             link = Link()
             serve, gone = partial(self.serve, link), partial(self._gone, link)
+            # The working thread of the endpoint may wait for the saver's lock with a request for
+            # another lease, while a pause holds that lock and waits for this `unlease`. So the
+            # reading thread serves it.
             link.endpoint = rpc.Endpoint(
                 connection, serve, gone, "memsaver-owner", prompt=["unlease"]
             )
@@ -250,7 +253,7 @@ class ShareServer:
     def serve(self, link: Link, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
         try:
             if op not in ("lease", "unlease", "offer", "give"):
-                raise rpc.CallRefused(f"unknown operation {op!r}")
+                raise rpc.CallRefused(f"this saver knows no operation {op!r}")
             if op == "give":
                 arguments["fds"] = fds  # `give` removes the descriptors that it uses
             reply: rpc.Reply = getattr(self, op)(link, **arguments)
@@ -261,7 +264,7 @@ class ShareServer:
     def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
         ticket = self._tickets.get(token)
         if ticket is None:
-            raise rpc.CallRefused("unknown ticket")
+            raise rpc.CallRefused("unknown ticket of this saver")
         with self._locked():  # no pause between the lookup and the answer
             find_arena = self._find_arena()
             if find_arena is None:
@@ -333,7 +336,7 @@ class ShareServer:
 
     def _check_pool_token(self, token: str) -> None:
         if token != self._pool_token:
-            raise rpc.CallRefused("unknown pool ticket")
+            raise rpc.CallRefused("unknown pool ticket of this saver")
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:

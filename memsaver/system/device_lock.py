@@ -69,6 +69,9 @@ class DeviceLock:
     def __init__(self, device_key: str, timeout: float = TIMEOUT_SECONDS) -> None:
         assert device_key and "/" not in device_key, device_key
         self._device_key, self._timeout = device_key, timeout
+        # A lock file excludes other processes, but not other threads of this one, which share the
+        # descriptor. So a thread first takes `_threads`, and only its holder touches the fields
+        # below and the file. Other threads read `_thread` for a message, where it may be stale.
         self._threads = forkable(threading.RLock())
         self._thread = ""  # the name of the holding thread
         self._depth = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replaced(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> Iterator[Path]:
     """Yield a path to write to, which replaces ``file`` when the block ends.
 
     A reader of ``file`` sees either the old or the complete new content, even after a power cut. If
@@ -30,8 +30,8 @@ def replaced(file: Path) -> Iterator[Path]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace the content of ``file`` by ``text`` in UTF-8, atomically as by ``replaced``."""
-    with replaced(file) as partial:
+    """Replace the content of ``file`` by ``text`` in UTF-8, atomically as by ``replacing``."""
+    with replacing(file) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

@@ -59,6 +59,9 @@ class Prefetch:
         wanted = [(tensor.data_ptr(), tensor.nbytes) for tensor in order]
         saved = sorted(chain.from_iterable(map(_saved, arenas)))
         self._pieces = [parts for _, parts in cut(_in_order(saved, wanted), PIECE)]
+        # The copying thread sets these futures and `arrived`. The user's thread waits for futures
+        # and sets `failure` in `settle`, under the saver's lock, so the fields need no lock. The
+        # copying thread must not take the saver's lock, whose holder may wait for the copies.
         self._queued: list[Future[Any]] = [Future() for _ in self._pieces]
         self._copied: Future[Any] = Future()
         self._spans: list[tuple[int, int, int]] = []  # from, until, number of the piece
@@ -68,6 +71,8 @@ class Prefetch:
 
     def start(self) -> None:
         """Begin the copies in a background thread."""
+        # One thread for all prefetches of the process: they share the link to the device, and the
+        # content of the first one is needed first.
         workers("prefetches", 1).submit(self._copy)
 
     def wait(

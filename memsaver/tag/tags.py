@@ -31,7 +31,7 @@ class Tags:
     def get(self, tag: str) -> Arena:
         if tag not in self._arenas:
             known = ", ".join(map(repr, self._arenas)) or "none yet"
-            raise TagError(f"unknown tag {tag!r}; known tags: {known}")
+            raise TagError(f"unknown tag {tag!r}; the known tags are: {known}")
         return self._arenas[tag]
 
     def select(self, tags: Sequence[str]) -> list[Arena]:
@@ -48,7 +48,7 @@ class Tags:
             )
         if content is not None and content != arena.content:
             raise TagError(
-                f"tag {tag!r} has content={arena.content!r}, not {content!r}; use another tag"
+                f"tag {tag!r} has content={arena.content!r}, not {content!r}; use a different tag"
             )
         if arena.paused:
             raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")

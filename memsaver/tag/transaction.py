@@ -149,7 +149,7 @@ class Transactions:
     def swap(self, out: Arena, content: Content | None, into: Arena) -> None:
         """Pause one tag and resume another with its memory."""
         if not into.paused:
-            raise StateError(f"swap: tag {into.tag!r} is not paused")
+            raise StateError(f"swap: tag {into.tag!r} is not paused; pause it first")
         out.require_no_region("pause")
         if (content := content or out.content) == "disk":
             raise ValueError(
@@ -209,7 +209,7 @@ class Transactions:
         if not arena.paused:
             raise StateError(f"{operation}: the tag is active; pause it first")
         if ticket.device_key != (here := self._backend.device_key):
-            raise ValueError(f"{operation}: pages of {ticket.device_key} cannot serve {here}")
+            raise ValueError(f"{operation}: the pages are on {ticket.device_key}, not on {here}")
         if self._peers.made(ticket):
             raise ValueError(
                 f"{operation}: {ticket.tag!r} is a tag of the same saver; use exchange()"

@@ -305,15 +305,15 @@ class CorrectionSection:
             none.
         level: Whether each token has its own weight, or all tokens of an answer share the product
             (sequence) or the geometric mean of their weights.
-        how: What becomes of a weight out of bounds: above `high`, it is set to `high` (truncate);
-            above `high` or below `low`, to 0 (mask).
+        how: What happens to a weight out of bounds. With truncate, a weight above `high` becomes
+            `high`. With mask, a weight above `high` or below `low` becomes 0.
         low: Lower bound of a mask.
         high: Upper bound of the weights.
-        reject: Figure of an answer above which updates leave it out, of estimates k1 or k3 of the
-            KL divergence at its tokens: the size of the mean or the largest size; null: none.
-        reject_above: Limit of `reject` in nats.
-        veto: Updates leave out an answer with a token whose log-probability is lower by more nats
-            in the trainer than in the rollout; null: no such limit.
+        reject: Figure of an answer that `reject_above` limits: the mean or the largest size of the
+            estimates k1 or k3 of the KL divergence at its tokens; null: no answer is rejected.
+        reject_above: Limit in nats. Updates leave out answers whose figure `reject` is larger.
+        veto: Limit in nats. Updates leave out an answer if the log-probability of one of its tokens
+            is lower in the trainer than in the rollout by more than this; null: no limit.
     """
 
     mode: Literal["auto", "none", "decoupled", "bypass"] = "auto"

@@ -11,13 +11,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, typed
-from recipes.logs.metric_rows import METRICS, Row, json_lines, whole_rows
+from recipes.logs.metric_rows import METRICS, Row, json_lines, position_of, whole_rows
 from recipes.logs.trackers import Tracker, figures_of, make_tracker
 
 RUNS = "trackers.jsonl"
@@ -25,13 +25,8 @@ MOST_WAITING = 1000  # rows for one tracker; further ones are left out
 FAILURES = (Exception, SystemExit)  # of a tracker's library
 GRACE = 30.0  # seconds in which the end of a run waits for its trackers
 
-Place = tuple[int, bool]
-"""Step and kind of a row, in the order of rows: a step, then the evaluation after it."""
-NOWHERE: Row = {"step": -1, "kind": "train"}
-
-
-def place_of(row: Mapping[str, Any]) -> Place:
-    return row["step"], row["kind"] == "eval"
+NOWHERE: Row = {"kind": "train", "step": -1}
+"""Place before all rows."""
 
 
 class Delivery:
@@ -40,26 +35,26 @@ class Delivery:
     Args:
         name: Name of the tracker, as in the recipe.
         tracker: The tracker, which has been started; the thread closes it.
-        newest: Place of the newest row that the tracker has had in earlier sessions.
-        tell: Takes lines for the user.
+        newest: Newest row that the tracker has had in earlier sessions; kind and step count.
     """
 
-    def __init__(
-        self, name: str, tracker: Tracker, newest: Place, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, tracker: Tracker, newest: Row) -> None:
         self.name, self._tracker, self.newest = name, tracker, newest
-        self._tell = lambda text: tell(f"tracker {name}: {text}")
         self._waiting = queue.SimpleQueue[tuple[Row, Sequence[Row]] | None]()
-        self._offered = 0  # This session's thread counts the offered rows, the other
-        self._delivered = 0  # thread the delivered ones, so neither needs a lock.
+        # The run's thread writes `newest` and `_offered`, the tracker's thread `_delivered`, so
+        # neither needs a lock. A queue hands the rows over. `join` compares the two counts after
+        # the tracker's thread has ended, or has been given up.
+        self._offered = 0
+        self._delivered = 0
+        # A daemon, so that a tracker which hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def offer(self, row: Row, samples: Sequence[Row]) -> None:
         """Deliver a row soon, unless the tracker keeps figures and has had the row."""
-        if self._tracker.keeps and place_of(row) <= self.newest:
+        if self._tracker.keeps and position_of(row) <= position_of(self.newest):
             return
-        self.newest = place_of(row)
+        self.newest = row
         self._offered += 1
         if self._waiting.qsize() < MOST_WAITING:
             self._waiting.put((row, samples))
@@ -75,6 +70,10 @@ class Delivery:
             self._tell(f"does not answer for {GRACE:.0f} s")
         if missing := self._offered - self._delivered:
             self._tell(f"{missing} rows were not delivered")
+
+    def _tell(self, text: str) -> None:
+        # Either thread calls this. A display with a live bar shows what is printed above the bar.
+        print(f"tracker {self.name}: {text}", flush=True)
 
     def _work(self) -> None:
         failing = False
@@ -112,7 +111,6 @@ class Trackers:
     def __init__(self, names: Sequence[str]) -> None:
         self._trackers = {name: make_tracker(name) for name in names}
         self._deliveries: list[Delivery] = []
-        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._runs, self._file = dict[str, Row](), Path()
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -132,33 +130,24 @@ class Trackers:
             except FAILURES as error:
                 rule = f"cannot start: {typed(error)}; correct that, or drop it from trackers"
                 raise RecipeError(f"trackers={name}: {rule}") from error
-            newest = max(before, last, key=place_of) if before else NOWHERE
-            place = {"kind": newest["kind"], "step": newest["step"]}
-            runs[name] = {"tracker": name, "run_id": run_id, **place}
-            self._deliveries.append(Delivery(name, tracker, place_of(newest), self._notes.put))
+            newest = max(before, last, key=position_of) if before else NOWHERE
+            runs[name] = {"tracker": name, "run_id": run_id}
+            self._deliveries.append(Delivery(name, tracker, newest))
         self._runs, self._file = runs, folder / RUNS
-        self._write()
+        self.record()
 
     def record(self) -> None:
         """Record the newest rows that were offered, before rows are cut back for a restart."""
         for delivery in self._deliveries:
-            step, evaluated = delivery.newest
-            kind = "eval" if evaluated else "train"
-            self._runs[delivery.name] |= {"kind": kind, "step": step}
-        self._write()
-
-    def _write(self) -> None:
+            place = {key: delivery.newest[key] for key in NOWHERE}
+            self._runs[delivery.name] |= place
         if self._runs:
             replace_text(self._file, json_lines(self._runs.values()))
 
-    def add(self, row: Row, samples: Sequence[Row] = ()) -> list[str]:
-        """Deliver a row with its samples; return lines for the user."""
+    def add(self, row: Row, samples: Sequence[Row] = ()) -> None:
+        """Deliver a row with its samples to each tracker."""
         for delivery in self._deliveries:
             delivery.offer(row, samples)
-        return self._told()
-
-    def _told(self) -> list[str]:
-        return [self._notes.get() for _ in range(self._notes.qsize())]
 
     def __enter__(self) -> Self:
         return self
@@ -169,5 +158,3 @@ class Trackers:
         deadline = time.monotonic() + GRACE  # for all of them together
         for delivery in self._deliveries:
             delivery.join(deadline)
-        for line in self._told():
-            print(line, flush=True)

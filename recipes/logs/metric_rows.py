@@ -61,6 +61,11 @@ def open_itself(file: str | Path, flags: int) -> int:
     return os.open(file, flags | os.O_NOFOLLOW, 0o644)
 
 
+def position_of(row: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return where a row or sample stands in the order of rows: a step, then its evaluation."""
+    return row["step"], row["kind"] == "eval"
+
+
 def of_kind(rows: Iterable[Row], kind: str, *keys: str) -> list[Row]:
     """Return the rows of a kind ("train" or "eval") that have a value for every given key."""
     return [row for row in rows if row["kind"] == kind and None not in map(row.get, keys)]

@@ -38,7 +38,7 @@ class Monitor(Sink):
         trace: Stages and memory of the newest steps.
         sync: Bytes and seconds of the newest weight sync.
         samples: Largest number of answers of a row that are recorded.
-        track: Passes a row and its samples to the trackers, and returns lines to show.
+        track: Passes a row and its samples to the trackers.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Monitor(Sink):
         folder: RunFolder,
         view: View,
         samples: int = 0,
-        track: Callable[[Row, list[Row]], list[str]] = lambda row, samples: [],
+        track: Callable[[Row, list[Row]], None] = lambda row, samples: None,
     ) -> None:
         self.folder = folder
         self.view = view
@@ -90,10 +90,9 @@ class Monitor(Sink):
             start = steady_time()
             try:
                 yield
-            except BaseException:
+            finally:
                 self._timed(name, start, steady_time())
-                raise
-            self.passed(name, start, steady_time())
+            self.peaks.passed(name)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -194,8 +193,7 @@ class Monitor(Sink):
         self._answers = []
         self.folder.add_row(row, samples)
         self.view.row(row)
-        for line in self.track(row, samples):
-            self.view.note(line)
+        self.track(row, samples)
         if unequal := row.get("unequal_tokens"):
             self._warn(
                 f"step {row['step']}: {unequal} tokens have other log-probabilities "

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from memsaver import Event
-from memsaver.system.files import replaced
+from memsaver.system.files import replacing
 from recipes.logs.metric_rows import Row, kind_of, of_kind, qualities
 from recipes.logs.stage_trace import StageTrace
 from rollout.tag_names import TAGS as ROLLOUT_TAGS
@@ -71,7 +71,7 @@ def write_pictures(rows: Sequence[Row], trace: StageTrace, folder: Path) -> None
 
 def save_picture(figure: Figure, file: Path, **style: Any) -> None:
     """Write a picture atomically, in the format of the file's suffix or as PNG."""
-    with replaced(file) as partial, matplotlib.rc_context(STYLE):
+    with replacing(file) as partial, matplotlib.rc_context(STYLE):
         figure.savefig(partial, dpi=130, format=file.suffix[1:] or "png", **style)
 
 

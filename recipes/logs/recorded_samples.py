@@ -6,22 +6,23 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from recipes.errors import RecipeError
-from recipes.logs.metric_rows import METRICS, SAMPLES, Row, whole_rows
+from recipes.logs.metric_rows import METRICS, SAMPLES, Row, position_of, whole_rows
 from recipes.logs.run_folder import check_holds_run
 
 FAULTY = 16  # further answers of a row that are recorded because they have a fault
 FEW = 4  # samples that the command prints by default
 LONGEST = 1000  # characters of one text in tables
+Item = TypeVar("Item")
 COLUMNS = ("set", "prompt", "answer", "completion", "reward", "correct", "finish_reason", "tokens")
 
 
@@ -43,7 +44,7 @@ def records_of(batches: Sequence[tuple[Any, Sequence[Any]]], row: Row, limit: in
         return []
     groups = _groups_of(batches)
     chosen: list[_Answer] = []
-    for group in _in_turn_of_sets(groups, row["step"] if row["kind"] == "train" else 0):
+    for group in _by_set(groups, row["step"] if row["kind"] == "train" else 0):
         if chosen and len(chosen) + len(group) > limit:
             break
         chosen += group[:limit]
@@ -75,16 +76,24 @@ def _groups_of(batches: Sequence[tuple[Any, Sequence[Any]]]) -> list[list[_Answe
     return groups
 
 
-def _in_turn_of_sets(groups: Sequence[list[_Answer]], turn: int) -> Iterator[list[_Answer]]:
-    """Yield a group of each set, then the next of each; `turn` decides which set comes first."""
-    by_set: dict[str, list[list[_Answer]]] = {}
-    for group in groups:
-        samples, _, place, _ = group[0]
-        by_set.setdefault(samples.tasks[place].name, []).append(group)
-    names = sorted(by_set)
-    first = turn % max(1, len(names))
-    turns = itertools.zip_longest(*(by_set[name] for name in names[first:] + names[:first]))
-    return (group for group in itertools.chain.from_iterable(turns) if group)
+def _by_set(groups: Sequence[list[_Answer]], turn: int) -> list[list[_Answer]]:
+    """Order groups so that sets take turns; `turn` decides which set comes first."""
+    sets = [group[0].samples.tasks[group[0].place].name for group in groups]
+    names = sorted({*sets})
+    ranks = {name: (number - turn) % len(names) for number, name in enumerate(names)}
+    ordered = sorted(zip(sets, groups, strict=True), key=lambda pair: ranks[pair[0]])
+    return [group for _, group in _in_turn(ordered, itemgetter(0))]
+
+
+def _in_turn(items: Iterable[Item], owner: Callable[[Item], Any]) -> list[Item]:
+    """Order items so that owners take turns: the first item of each owner, then the second."""
+    seen = Counter[Any]()
+
+    def turn(item: Item) -> int:
+        seen[key := owner(item)] += 1
+        return seen[key]
+
+    return sorted(items, key=turn)
 
 
 def _record(samples: Any, score: Any, place: int, group: int) -> Row:
@@ -107,9 +116,8 @@ def _record(samples: Any, score: Any, place: int, group: int) -> Row:
 
 def read_samples(folder: Path) -> list[Row]:
     """Return the samples of the rows that metrics.jsonl has; skip the rest of a killed run."""
-    rows = {(row["kind"], row["step"]) for row in whole_rows(folder / METRICS)}
-    samples = whole_rows(folder / SAMPLES)
-    return [sample for sample in samples if (sample["kind"], sample["step"]) in rows]
+    places = set(map(position_of, whole_rows(folder / METRICS)))
+    return [sample for sample in whole_rows(folder / SAMPLES) if position_of(sample) in places]
 
 
 def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
@@ -131,7 +139,7 @@ def printable(text: str) -> str:
     )
 
 
-def cut(text: str) -> str:
+def shortened(text: str) -> str:
     """Return a text for a table, cut to `LONGEST` characters."""
     more = len(text) - LONGEST
     return text if more <= 0 else f"{text[:LONGEST]} ... {more} more characters"
@@ -184,29 +192,15 @@ def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
     if count := arguments.best or arguments.worst:
         samples.sort(key=_reward, reverse=bool(arguments.best))
         return samples[:count], 0
-    every = arguments.count == 0 or (arguments.count is None and arguments.json)
-    if every:
+    if arguments.count == 0 or (arguments.count is None and arguments.json):
         return samples, 0
     count = FEW if arguments.count is None else arguments.count
-    samples = _in_turn(samples)
+    samples = _in_turn(samples, itemgetter("kind", "group"))
     return samples[:count], len(samples[count:])
 
 
-def _in_turn(samples: Sequence[Row]) -> list[Row]:
-    """Order samples so that prompts take turns: the first answer to each, then the second."""
-    seen = Counter[tuple[Any, ...]]()
-
-    def turn(sample: Row) -> int:
-        seen[prompt := (sample["step"], sample["kind"], sample["group"])] += 1
-        return seen[prompt]
-
-    return sorted(samples, key=turn)
-
-
-def _matching(samples: Sequence[Row], wanted: Mapping[str, Any]) -> list[Row]:
-    for key, value in wanted.items():
-        samples = [sample for sample in samples if sample[key] == value]
-    return list(samples)
+def _matching(samples: Iterable[Row], wanted: Row) -> list[Row]:
+    return [sample for sample in samples if wanted.items() <= sample.items()]
 
 
 def _reward(sample: Row) -> float:
@@ -250,5 +244,5 @@ def _texts(sample: Row) -> Table:
     grid.add_column(overflow="fold")
     for name, text in texts.items():
         if text or name == "answer":
-            grid.add_row(f"  {name}", Text(printable(cut(text))))
+            grid.add_row(f"  {name}", Text(printable(shortened(text))))
     return grid

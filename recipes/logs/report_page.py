@@ -13,7 +13,7 @@ from recipes.config.yaml_values import read_values
 from recipes.errors import RecipeError, one_line, shown, writable
 from recipes.logs.metric_rows import METRICS, Row, of_kind, switch_seconds, tabulated, whole_rows
 from recipes.logs.peaks import ROLLOUT_GPU
-from recipes.logs.recorded_samples import COLUMNS, cells, cut, read_samples
+from recipes.logs.recorded_samples import COLUMNS, cells, read_samples, shortened
 from recipes.logs.run_folder import check_holds_run, read_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -131,7 +131,9 @@ def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
 
 
 def _brief(cell: Any) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else cut(str(cell))
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return "" if cell is None else shortened(str(cell))
 
 
 def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str, str]]:

@@ -50,6 +50,7 @@ from recipes.logs.metric_rows import (
     append_rows,
     json_lines,
     open_itself,
+    position_of,
     whole_rows,
 )
 from recipes.loops.figures import renamed
@@ -189,12 +190,12 @@ class RunFolder:
 
     def _cut_back(self) -> None:
         step = self.checkpoints.done
-        kept = {(row["kind"], row["step"]) for row in self.rows(until=step)}
+        kept = set(map(position_of, self.rows(until=step)))
         # Samples first: while a row exists, its samples do. A killed run may have samples only.
         for name in (SAMPLES, METRICS):
             if (file := self.path / name).is_file():
-                rows = [row for row in whole_rows(file) if (row["kind"], row["step"]) in kept]
-                replace_text(file, json_lines(rows))
+                rows = whole_rows(file)
+                replace_text(file, json_lines(row for row in rows if position_of(row) in kept))
         for name in ("trace.json", "memory.png", "environment.json"):
             file = self.path / name
             if file.exists():

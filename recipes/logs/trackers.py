@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 from recipes.errors import RecipeError, one_line
 from recipes.importing import calling, import_function
 from recipes.logs.metric_rows import flat, json_lines, numbers_of
-from recipes.logs.recorded_samples import COLUMNS, cells, cut
+from recipes.logs.recorded_samples import COLUMNS, cells, shortened
 
 Sample = Mapping[str, Any]
 """A record of samples.jsonl."""
@@ -94,7 +93,7 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     return {prefix + name: value for name, value in numbers_of(row).items()}
 
 
-def markdown(samples: Sequence[Sample]) -> str:
+def samples_table(samples: Sequence[Sample]) -> str:
     """Return samples as a Markdown table, with long texts cut; no text is markup or a link."""
     lines = [list(map(_in_cell, line)) for line in (COLUMNS, *map(cells, samples))]
     lines.insert(1, ["---"] * len(COLUMNS))
@@ -102,7 +101,7 @@ def markdown(samples: Sequence[Sample]) -> str:
 
 
 def _in_cell(value: Any) -> str:
-    text = "" if value is None else _unlinked(cut(str(value)))
+    text = "" if value is None else _unlinked(shortened(str(value)))
     # All punctuation: viewers differ in what they take as markup.
     text = re.sub(r"[!-/:-@\[-`{-~]", lambda mark: f"&#{ord(mark[0])};", text)
     return re.sub(r"\r\n|[\r\n]", "<br>", text)
@@ -142,7 +141,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
-        self._writer.add_text(f"samples/{samples[0]['kind']}", markdown(samples), step)
+        self._writer.add_text(f"samples/{samples[0]['kind']}", samples_table(samples), step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -184,7 +183,7 @@ class WandbTracker(Tracker):
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
         if self._name == "swanlab":
-            table = self._library.Text(markdown(samples))
+            table = self._library.Text(samples_table(samples))
         else:
             data = [list(map(plain_text, cells(sample))) for sample in samples]
             table = self._library.Table(columns=list(COLUMNS), data=data)
@@ -232,22 +231,18 @@ class MlflowTracker(Tracker):
                 self._library.log_params(
                     {key: str(value)[:500] for key, value in flat(config, ".")}
                 )
-        # The library's active run belongs to this thread; other threads use a client.
+        # The active run belongs to this thread, so the thread of `log` names the run by its id.
         self._client = self._library.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")
         return self._id
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        metric, now = self._library.entities.Metric, int(1000 * time.time())
-        metrics = [
-            metric(re.sub(r"[^\w\-./ ]", "_", name), value, now, step)
-            for name, value in figures.items()
-        ]
-        self._client.log_batch(self._id, metrics=metrics)
+        named = {re.sub(r"[^\w\-./ ]", "_", name): value for name, value in figures.items()}
+        self._library.log_metrics(named, step, run_id=self._id)
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
         file = f"samples/{samples[0]['kind']}-{step}.jsonl"
-        self._client.log_text(self._id, json_lines(samples), file)
+        self._library.log_text(json_lines(samples), file, run_id=self._id)
 
     def close(self) -> None:
         if self._client is not None:

@@ -46,7 +46,7 @@ def evaluate(rollout: Rollout, setup: Setup, rewards: Rewards) -> Evaluation:
     begin = 0
     for suffix, (_, problems) in zip(suffixes(sets), sets, strict=True):
         end = begin + len(problems) * recipe.eval.samples
-        figures = figures_of(samples, scores, slice(begin, end), recipe.eval.samples)
+        figures = set_figures(samples, scores, slice(begin, end), recipe.eval.samples)
         row |= {name + suffix: value for name, value in figures.items()}
         begin = end
     return Evaluation(row=row, samples=samples, scores=scores)
@@ -68,7 +68,7 @@ def evaluation_seed(seed: int, task: Task, problem: Problem) -> int:
     return hash_text(f"{seed}/evaluation/{task.name}/{problem.text}") >> 1
 
 
-def figures_of(
+def set_figures(
     samples: Samples, scores: Sequence[Scored], part: slice, count: int
 ) -> dict[str, Any]:
     """Return the figures of one set.

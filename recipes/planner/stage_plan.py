@@ -38,7 +38,7 @@ class StagePlan:
 
 
 def always_awake(engine: EngineSizes, contexts: int) -> tuple[StagePlan, ...]:
-    """Return the stages of a GPU with an engine rank only, which keeps what it generated with."""
+    """Return the stages of a GPU without a trainer, whose engine rank keeps all of its memory."""
     nbytes = sum(engine.tags.values()) + engine.generating
     return tuple(
         StagePlan(

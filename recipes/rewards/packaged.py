@@ -36,7 +36,7 @@ def number(completion: str, answer: str, ended: bool, extract: Extract = "text")
     """
     given, expected = _parts(extract, completion, answer)
     if (right := last_number(expected)) is None:
-        raise ValueError(f"the expected answer {shown(repr(expected), 60)} has no number")
+        raise ValueError(f"the expected answer {shown(repr(expected), 60)} has no number in it")
     return float(ended and given is not None and last_number(given) == right)
 
 

@@ -56,7 +56,7 @@ class RewardSet:
         named = [source for source in self.functions if isinstance(source, str)]
         if twice := [name for name in named if named.count(name) > 1]:
             setting = f"{self.key}.rewards={shown(named)}"
-            raise RecipeError(f"{setting}: names {twice[0]} twice; drop one")
+            raise RecipeError(f"{setting}: names {twice[0]} twice; drop one of them")
         if self.correct_by not in (None, *self.labels):
             setting = f"{self.key}.correct_by={self.correct_by}"
             rule = f"is no reward function of this set; set one of {', '.join(self.labels)}"

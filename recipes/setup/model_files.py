@@ -218,7 +218,7 @@ def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None) -
     """
     if name != FETCHED:
         remedy = f"the only name is {FETCHED}; for a model of the Hub set model.path=ORG/NAME"
-        raise RecipeError(f"fetch {name}: unknown model; {remedy}")
+        raise RecipeError(f"fetch {name}: cannot fetch a model of this name; {remedy}")
     if from_gguf is not None and not from_gguf.is_file():
         raise RecipeError(f"fetch --from {from_gguf}: no such file; give the path of a .gguf file")
     folder = to or models_folder()

@@ -314,7 +314,7 @@ def _check_packages(recipe: Recipe) -> None:
         ("model", True, "transformers", "'memsaver[models]'"),
     ):
         if needed and importlib.util.find_spec(module) is None:
-            raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
+            raise RecipeError(f"{key}: it needs the package {module}; run: pip install {package}")
 
 
 def check_functions(recipe: Recipe) -> None:

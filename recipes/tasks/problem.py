@@ -45,7 +45,7 @@ class Problem:
             wanted = "neither text nor a tuple of messages with role and content"
             raise TypeError(f"prompt={shown(repr(self.prompt), 40)} is {wanted}")
         if not isinstance(self.answer, str):
-            raise TypeError(f"answer={shown(repr(self.answer), 40)} is no text")
+            raise TypeError(f"answer={shown(repr(self.answer), 40)} must be a text")
 
     @property
     def turns(self) -> tuple[Message, ...]:

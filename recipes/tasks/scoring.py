@@ -122,9 +122,9 @@ def to_answer(
 def try_rewards(tasks: Tasks, section: TaskSection) -> None:
     """Score expected answers of each set, before the run generates any.
 
-    All functions are called for the first problem of a set, functions of ours for `TRIALS`
-    problems. Lines on standard error say how many expected answers do not count as correct, and
-    which columns reward functions get under another name.
+    All functions are called for the first problem of a set. Packaged functions and the scorers of
+    packaged tasks are called for `TRIALS` problems. Lines on standard error say how many expected
+    answers do not count as correct, and which columns reward functions get under another name.
 
     Raises:
         RecipeError: A function cannot be found, or fails.
@@ -136,7 +136,8 @@ def try_rewards(tasks: Tasks, section: TaskSection) -> None:
         if sets[task.name + OURS].functions:
             several = [_right(task, problem) for problem in task.problems()[:TRIALS]]
             answers += [replace(answer, set=task.name + OURS) for answer in several]
-    with _open(sets, section, most_workers=1, note=_say) as rewards:
+    workers = 0 if section.workers == 0 else 1  # With one worker, the functions load only once.
+    with _open(sets, section, workers=workers, note=_say) as rewards:
         scored = rewards.check(answers)
     for task in tasks.all:
         _tell_wrong(task, [item for item in scored if item.answer.set == task.name + OURS])

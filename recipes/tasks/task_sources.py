@@ -110,7 +110,7 @@ def custom_task(section: ProblemSection, place: str) -> Task:
         if isinstance(task, Task):
             task = replace(task, train=tuple(task.train), held_out=tuple(task.held_out))
     if not isinstance(task, Task):
-        raise RecipeError(f"{key}: returned a {type(task).__name__}; return a recipes.tasks.Task")
+        raise RecipeError(f"{key}: must return a recipes.tasks.Task, not a {type(task).__name__}")
     if others := [item for item in task.problems() if not isinstance(item, Problem)]:
         rule = f"has a {type(others[0]).__name__} among its problems; use recipes.tasks.Problem"
         raise RecipeError(f"{key}: {rule}")

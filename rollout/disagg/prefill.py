@@ -190,7 +190,7 @@ class PrefillEngine(Engine):
         )
         if loss < len(self._peers):
             self._peers.lose(loss, "is lost (reported by another rank)")
-            raise PeerLostError(f"stopped serving: {self._peers.lost}")
+            raise PeerLostError(f"the prefill engine stopped serving: {self._peers.lost}")
         self._admit(known, sent)
         if self.scheduler.unfinished:
             self._step()

@@ -82,7 +82,7 @@ def load_model_config(directory: Path) -> ModelConfig:
 def _refuse_architectures(names: list[str], directory: Path) -> None:
     if not any(name in ARCHITECTURES for name in names):
         known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{directory}: architectures={names} not supported; supported: {known}")
+        raise ValueError(f"{directory}: architectures={names} are not supported, only {known}")
 
 
 def _observed(config: Any, where: str) -> ObservedModel:

@@ -62,7 +62,7 @@ def exp_under(z, peak):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def block_sum(logits, temperature, block, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return z of a block of a row's logits, its maximum, its exponentials and their sum."""
+    """Scale a block of a row's logits to z; return z, max(z), exp(z - max(z)) and its sum."""
     z = scaled(logits, temperature, block * BLOCK + tl.arange(0, BLOCK), vocab)
     peak = tl.max(z, 0)
     power = exp_under(z, peak)

@@ -204,7 +204,7 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[
     return tokens, logprobs
 
 
-def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Return both tensors in host memory, after synchronizing with the current stream.
 
     A kernel writes GPU tensors to pinned memory. A copy of a few bytes would wait behind transfers
@@ -228,7 +228,7 @@ def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 def send(tensor: Tensor) -> Tensor:
     """Copy a contiguous GPU tensor to pinned host memory by a kernel on the current stream.
 
-    The copy is complete once the stream has reached this point. See `deliver` for why a kernel
+    The copy is complete once the stream has reached this point. See `to_host` for why a kernel
     copies.
     """
     sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

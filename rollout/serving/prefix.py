@@ -50,9 +50,9 @@ class _Held:
 class PrefixBlocks:
     """Block manager with a prefix cache, as the scheduler uses it.
 
-    A running sequence locks the cached pages that it shares, so that the evictable pages are
-    exactly those that an eviction frees. The cache numbers its versions itself: it counts
-    definitions of the weights, including those that repeat a version number. Without a `cache`,
+    A running sequence locks the cached pages that it shares, so an eviction frees exactly the
+    pages that count as evictable. The cache numbers the weights itself: it counts how often they
+    were defined, because two definitions may have the same version number. Without a `cache`,
     nothing is cached.
     """
 

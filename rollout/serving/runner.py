@@ -27,7 +27,7 @@ from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import MLP, Decoder, Experts, ModelConfig
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
 from rollout.ops.row_wise import linear, row_invariant_products
-from rollout.ops.token_sampling import SamplingBatch, deliver, likeliest, sample, send
+from rollout.ops.token_sampling import SamplingBatch, likeliest, sample, send, to_host
 from rollout.ops.torch_attention import BatchShape, plan_torch
 from rollout.ops.triton_attention import plan_decode, plan_triton
 from rollout.parallel import TensorParallel
@@ -170,7 +170,7 @@ class ModelRunner:
             device=self.device,
         )
         chosen = self._chosen(logits, rows)
-        tokens, logprobs = deliver(*sample(chosen, batch, choices=self.config.choices))
+        tokens, logprobs = to_host(*sample(chosen, batch, choices=self.config.choices))
         return tokens.tolist(), logprobs.tolist()
 
     @torch.inference_mode()
@@ -179,7 +179,7 @@ class ModelRunner:
     ) -> list[list[tuple[int, float]]]:
         """Return the `count` likeliest (token, log-prob) pairs of each of `rows`, best first."""
         best = likeliest(self._chosen(logits, rows), count, self.config.choices)
-        tokens, logprobs = deliver(*best)
+        tokens, logprobs = to_host(*best)
         chosen = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in chosen]
 

@@ -141,7 +141,8 @@ class WeightLayout:
         buffers: Shapes by name of tensors other than parameters, such as router biases. Their
             values arrive in a `WriteReceipt`.
         ranks: Number of the engine's tensor-parallel ranks, each of which has a layout.
-        expert_parallel: Parts of whole experts into which these ranks divide experts.
+        expert_parallel: Number of parts into which the ranks divide the list of experts; the ranks
+            of one part divide each of its experts.
     """
 
     manifest: Manifest

@@ -103,7 +103,7 @@ def shard_groups(
     A ValueError names a parameter that cannot be divided evenly.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"tensor-parallel rank {rank} must be in [0, {size})")
+        raise ValueError(f"tensor-parallel rank {rank} must be a number in [0, {size})")
     if size == 1:
         return list(groups)
     shard = partial(_shard, splits=splits, rank=rank, size=size)

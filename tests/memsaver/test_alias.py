@@ -87,7 +87,7 @@ def test_alias_is_refused_when_tag_or_ticket_does_not_fit(world: World, device: 
     refusals: list[tuple[str, memsaver.Ticket, type[Exception], str]] = [
         ("unknown", ticket, memsaver.TagError, "unknown tag"),
         ("active", ticket, memsaver.StateError, "the tag is active; pause it first"),
-        ("weights", changed(device_key="GPU-1"), ValueError, "pages of GPU-1 cannot serve"),
+        ("weights", changed(device_key="GPU-1"), ValueError, "the pages are on GPU-1, not on "),
         ("weights", saver.share("active"), ValueError, "is a tag of the same saver; use exchange"),
         ("weights", changed(token=""), lease, "unknown ticket"),
         ("weights", changed(socket_name="x"), lease, "not answer"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver.system.files import replace_text, replaced
+from memsaver.system.files import replace_text, replacing
 
 
 def test_file_is_replaced_after_its_content_is_synced(
@@ -40,10 +40,10 @@ def test_error_keeps_old_file_and_leaves_no_partial_file(
 ) -> None:
     file = tmp_path / "file"
     replace_text(file, "old")
-    with pytest.raises(type(error)), replaced(file) as partial:
+    with pytest.raises(type(error)), replacing(file) as partial:
         partial.write_text("half")
         raise error
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
-    with pytest.raises(FileNotFoundError), replaced(file):
+    with pytest.raises(FileNotFoundError), replacing(file):
         pass  # write nothing
     assert file.read_text() == "old"

@@ -22,7 +22,7 @@ from memsaver.memory.page_pool import imports
 from memsaver.sharing.client import peer_backend
 from tests.helpers.memory import counted, family_bytes
 from tests.helpers.memsaver.remote import remote_saver
-from tests.helpers.memsaver.savers import MIB, at_once, busy, until
+from tests.helpers.memsaver.savers import MIB, at_once, busy, inject_fault, until
 
 pytestmark = pytest.mark.alone
 SIZE = 4 * MIB
@@ -157,12 +157,12 @@ def test_cache_has_one_lease_per_tag_and_right_until_close(world: World) -> None
 def test_recall_and_close_can_be_repeated_after_driver_error(world: World) -> None:
     lease = world.write(2)
     backend: Any = peer_backend(world.ticket.device_key)
-    backend.inject_fault(1, 2)
+    inject_fault(backend, 1, 2)
     world.saver.pause("weights")  # the recall is repeated
     assert lease.closed
     world.saver.resume("weights")
     again = world.write(3)
-    backend.inject_fault(1, 2)
+    inject_fault(backend, 1, 2)
     with pytest.raises(memsaver.BackendError):
         world.kept.close()
     world.kept.close()

@@ -19,7 +19,7 @@ from memsaver.ops.rows import digest
 from memsaver.sharing import client as peer
 from memsaver.system.devices import device_key
 from tests.helpers.memory import process_bytes
-from tests.helpers.memsaver.savers import MIB, shared
+from tests.helpers.memsaver.savers import MIB, inject_fault, shared
 from tests.helpers.peers import Peer
 
 SIZE = 8 * MIB
@@ -159,7 +159,7 @@ def test_lease_is_refused_when_driver_denies_access_to_hidden_gpu(
     monkeypatch.setattr(memsaver.sharing.lease, "peer_backend", peer_backend)
     messages = []
     for call in range(1, 10):
-        backend.inject_fault(call, 2)
+        inject_fault(backend, call, 2)
         with contextlib.ExitStack() as lease:
             try:
                 lease.enter_context(memsaver.attach(ticket))
@@ -167,7 +167,7 @@ def test_lease_is_refused_when_driver_denies_access_to_hidden_gpu(
                 messages.append(str(error))
             except memsaver.BackendError:
                 pass
-            backend.inject_fault(0, 0)
+            inject_fault(backend, 0, 0)
         assert saver.report().tags["t"].leases == 0
     (message,) = messages
     assert (

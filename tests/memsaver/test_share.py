@@ -108,7 +108,7 @@ def test_descriptors_are_sent_only_for_the_token(device: str) -> None:
     answer, fds = _ask_for_lease(ticket, ticket.token)
     assert answer is not None and fds == saver.report().tags["t"].extents >= 1
     for token in ("", "0" * 32, ticket.token[:-1], saver.pool_ticket().token):
-        assert _ask_for_lease(ticket, token) == ({"refused": "unknown ticket"}, 0)
+        assert _ask_for_lease(ticket, token) == ({"refused": "unknown ticket of this saver"}, 0)
     tensor.numel()
 
 

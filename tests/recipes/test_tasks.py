@@ -374,11 +374,11 @@ def test_own_train_and_held_out_problems_of_a_custom_task_may_be_the_same(own_mo
     ("name", "expected"),
     [
         ("own_tasks:missing", "own_tasks has no function missing; define it"),
-        ("own_tasks:nothing", "returned a list; return a recipes.tasks.Task"),
+        ("own_tasks:nothing", "must return a recipes.tasks.Task, not a list"),
         ("own_tasks:broken", "raised AttributeError: 'ProblemSection' object has no attribute "),
         ("own_tasks:leaves", "raised SystemExit: no data"),
         ("own_tasks:texts", "has a str among its problems; use recipes.tasks.Problem"),
-        ("own_tasks:numbers", "raised TypeError: answer=7 is no text; correct it"),
+        ("own_tasks:numbers", "raised TypeError: answer=7 must be a text; correct it"),
         ("own_tasks:lists", "raised TypeError: prompt=['p'] is neither text nor a tuple of mess"),
         ("no_such_module:echo", "cannot import no_such_module: ModuleNotFoundError"),
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),

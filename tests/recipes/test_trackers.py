@@ -35,8 +35,8 @@ from recipes.logs.trackers import (
     Tracker,
     figures_of,
     make_tracker,
-    markdown,
     plain_text,
+    samples_table,
 )
 from recipes.run import continue_run, start_run
 from tests.helpers.peers import Peer
@@ -173,7 +173,7 @@ def test_answer_in_a_table_of_a_tracker_is_text_only(
 ) -> None:
     """Render by two Markdown libraries, and read the text back, but for control characters."""
     text = "".join(c for c in cased(text) if c.isprintable() or c in "\r\n")
-    table = markdown([{**SAMPLE, "completion": f"a{text}b"}])
+    table = samples_table([{**SAMPLE, "completion": f"a{text}b"}])
     ours = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").render(table)
     for page in (ours, python_markdown.markdown(table, extensions=["tables"])):
         assert {*re.findall(r"<(\w+)", page)} <= {"table", "thead", "tbody", "tr", "th", "td", "br"}
@@ -496,7 +496,7 @@ def test_no_row_is_delivered_twice_over_resumes(
                 if more != last and draw(st.booleans()):  # a restart, in which the run is killed
                     trackers.record()
                     folder = RunFolder.reopen(folder.path, recipe)
-    expected = list(map(delivery.place_of, folder.rows()))
+    expected = list(map(delivery.position_of, folder.rows()))
     assert memory.places() == expected and late.places() == expected[len(kept) :]
     assert memory.begun == [None, *["run's own"] * (len(memory.begun) - 1)]
 
@@ -552,7 +552,7 @@ def test_killed_run_resumes_with_every_step_at_most_once_in_all_records(
     killed = Peer(train_until_killed, folder).process
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
-    written = [delivery.place_of(row) for row in rows(folder)]
+    written = [delivery.position_of(row) for row in rows(folder)]
     continue_run(folder)
     train, evals = ([row["step"] for row in rows(folder, kind)] for kind in ("train", "eval"))
     assert train == [1, 2, 3, 4, 5] and evals == [0, 2, 4, 5]
@@ -566,7 +566,7 @@ def test_killed_run_resumes_with_every_step_at_most_once_in_all_records(
     events.Reload()
     shown = [(event.step, False) for event in events.Scalars("reward")]
     shown += [(event.step, True) for event in events.Scalars("eval/correct")]
-    new = {delivery.place_of(row) for row in rows(folder)} - {*written}
+    new = {delivery.position_of(row) for row in rows(folder)} - {*written}
     for places in (mine, shown):
         assert len(places) == len({*places}) and {*places} >= new
     assert mine == sorted(mine) and (4, False) not in mine

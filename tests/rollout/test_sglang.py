@@ -308,5 +308,5 @@ def test_missing_and_old_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ValueError, match=r"sglang 0.5.9 is older than 0.5.16; run: pip install"):
         require("sglang")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package sglang; run: pip install"):
+    with pytest.raises(ValueError, match="needs the Python package sglang; run: pip install"):
         require("sglang")

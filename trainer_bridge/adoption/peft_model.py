@@ -143,7 +143,7 @@ def _adapter(name: str, layer: Any, active: str) -> Adapter:
         raise ValueError(f"the adapter of {name} is off; call enable_adapter_layers() first")
     if layer.merged:
         merged = ", ".join(layer.merged_adapters)
-        raise ValueError(f"{name} contains adapter {merged}; call unmerge_adapter() first")
+        raise ValueError(f"{name} contains adapter {merged}; call unmerge_adapter() on it first")
     return Adapter(
         weight=layer.get_base_layer().weight,
         a=layer.lora_A[active].weight,

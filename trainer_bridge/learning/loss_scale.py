@@ -47,22 +47,26 @@ class LossScale:
     def continuing(self, stored: Mapping[str, Any] | None) -> LossScale:
         """Return the scale of a run that continues from a checkpoint with the fields `stored`.
 
-        A checkpoint without a scale, or with a dynamic one for a model that needs none or the
-        reverse, leaves this one unchanged.
+        This scale continues unchanged if the checkpoint has none, or if only one of the two scales
+        is dynamic: then the run continues with another dtype of the parameters.
         """
         if stored is None or stored["dynamic"] != self.dynamic:
             return self
         return replace(self, value=stored["value"], good=stored["good"])
 
     def check_repeat(self, norm: float, loss: float, overflows: int, update: int) -> None:
-        """Return if update number `update` is to be computed again after `overflows` overflows.
+        """Raise unless a lower scale may help an update whose gradients overflowed.
 
-        `norm` is that of the gradients of all ranks, and `loss` the loss of all ranks, so every
-        rank decides alike.
+        Args:
+            norm: Norm of the gradients of all ranks. Every rank has the same numbers, so all ranks
+                decide alike.
+            loss: Loss of all ranks.
+            overflows: How many times the update has overflowed.
+            update: Number of the update, for the message.
 
         Raises:
-            FloatingPointError: A lower scale is no remedy: the scale is not dynamic, the loss is
-                not finite either, or 20 scales were tried. Nothing has changed.
+            FloatingPointError: The scale is not dynamic, the loss is not finite either, or 20
+                scales were tried. Nothing has changed.
         """
         if self.dynamic and math.isfinite(loss) and overflows < TRIES:
             return

@@ -248,10 +248,14 @@ class LearningRate:
     def continuing(self, stored: Mapping[str, Any] | None, done: int) -> LearningRate:
         """Return the learning rate of a run that continues from a checkpoint after `done` updates.
 
-        It is the stored one. If the run's number of updates differs, the rate falls from that of
-        the last update, because a new end must never raise it; a warm-up that is not complete
-        continues. If anything else differs, this learning rate applies. `stored` has the fields of
-        the checkpoint's; None if it has none.
+        The stored learning rate continues if the run's configuration is the same. If only the
+        number of updates differs, the rate of the last update falls to the new end, because a new
+        end must never raise the rate. If anything else differs, or the warm-up is not complete,
+        this learning rate applies.
+
+        Args:
+            stored: Fields of the checkpoint's learning rate; None if it has none.
+            done: Updates before the checkpoint.
         """
         if stored is None or done <= self.schedule.warmup_updates:
             return self

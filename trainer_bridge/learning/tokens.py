@@ -79,7 +79,7 @@ class Tokens(Sequence[list[Any]]):
         return Tokens(self.values[taken.values], counts[ends] - counts[ends - taken.lengths])
 
     def answers_at(self, taken: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the index of the answer of each token for which `taken` [N] is true."""
+        """Return, for each token that the mask `taken` [N] selects, the index of its answer."""
         return np.repeat(np.arange(len(self)), self.lengths)[taken]
 
     def runs(self, answer: int) -> list[list[Any]]:

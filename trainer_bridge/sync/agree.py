@@ -130,7 +130,7 @@ class Agreement:
         return [rank for rank, rounds in enumerate(arrivals) if rounds < self._round]
 
 
-def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
+def group_backend(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return the backend ("gloo", "nccl") of a group for a device type; None without one."""
     config = str(dist.get_backend_config(group))
     return dict(part.split(":", 1) for part in config.split(",")).get(device_type)
@@ -145,7 +145,7 @@ def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -
     if group is None or dist.get_world_size(group) == 1:
         return Agreement(timeout=timeout)
     cpu = group
-    if backend_of(group, "cpu") != "gloo":
+    if group_backend(group, "cpu") != "gloo":
         ranks = dist.get_process_group_ranks(group)
         gloo = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(gloo, dist.ProcessGroup)

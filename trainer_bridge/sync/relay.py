@@ -36,7 +36,7 @@ from memsaver.system.devices import device_key, machine_of
 from rollout.protocols import UpdatableEngine
 from rollout.weights import PackedBox
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.agree import Agreement, backend_of
+from trainer_bridge.sync.agree import Agreement, group_backend
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import Ints
 from trainer_bridge.sync.writer import LowRank, Writer, copy_rows
@@ -164,7 +164,7 @@ class Wire:
         ranks |= {routes.owners[target] for _, target in routes.relayed}
         devices = {places[rank] for rank in ranks}
         apart = len(devices) == len(ranks) and all("/GPU-" in place for place in devices)
-        self.on_gpu = apart and not routes.handled and backend_of(group, "cuda") == "nccl"
+        self.on_gpu = apart and not routes.handled and group_backend(group, "cuda") == "nccl"
         self.group = group if self.on_gpu else cpu
         self.device = device if self.on_gpu else torch.device("cpu")
         if self.on_gpu:

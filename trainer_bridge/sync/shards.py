@@ -86,7 +86,7 @@ def holders(name: str, shards: Iterable[SourceShard]) -> Held:
     shards = sorted(set(shards), key=lambda shard: (shard.start, shard.shape, shard.rank))
     shapes = sorted({shard.global_shape for shard in shards})
     if len(shapes) > 1:
-        raise ValueError(f"{name}: shapes {' and '.join(map(str, shapes))} in the trainer")
+        raise ValueError(f"{name}: shapes {' and '.join(map(str, shapes))} in the trainer's shards")
     held: dict[Box, list[int]] = defaultdict(list)
     for shard in shards:
         if (box := Box(shard.start, shard.shape)).volume:

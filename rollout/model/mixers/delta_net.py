@@ -63,7 +63,7 @@ class DeltaNetConfig(MixerConfig):
         ]
 
     def splits(self) -> Splits:
-        """Return how ranks share the parameters: by key heads, with the value heads of each."""
+        """Return how ranks share the parameters: each rank has key heads and their value heads."""
         keys, values = self.key_dim, self.shared * self.value_dim
         units = {
             "in_proj_qkvz.weight": (2 * keys + 2 * values,),

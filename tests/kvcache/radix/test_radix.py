@@ -75,7 +75,7 @@ def test_insert_refuses_wrong_entries_without_changes() -> None:
         with pytest.raises((AssertionError, TypeError, OverflowError)):
             cache.insert(key, pages, version=version)
         assert cache.total_size == 0 and not cache.generations()[-1].roots
-    with pytest.raises(ValueError, match="unknown eviction policy 'best'; use one of lru"):
+    with pytest.raises(ValueError, match="eviction_policy='best' is unknown; use one of lru"):
         make_cache(1, policy="best")
 
 

@@ -17,7 +17,7 @@ from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError, StateError, TagError
 from memsaver.native import cuda_hook
 from tests.helpers.memory import counted, open_files_in, process_bytes
-from tests.helpers.memsaver.savers import ERROR, large
+from tests.helpers.memsaver.savers import ERROR, inject_fault, large
 
 pytestmark = pytest.mark.alone
 Scribble = Callable[[int], None]
@@ -285,7 +285,7 @@ def test_tag_on_two_devices_is_resumed_on_both_or_neither(names: tuple[str, str]
     )
     if "cpu" in names:
         backend: Any = list(savers)[1].backend
-        backend.inject_fault(2, ERROR["cpu"])  # fails the mapping of the new extent
+        inject_fault(backend, 2, ERROR["cpu"])  # fails the mapping of the new extent
         with pytest.raises(BackendError):
             tms.resume("t")
         assert [saver.is_paused("t:host") for saver in savers] == [True, True]

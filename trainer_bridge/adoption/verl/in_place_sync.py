@@ -68,7 +68,7 @@ class PeerCalls:
         """
         with self._ended_in(method):
             if seconds is not None and not self._open().poll(seconds):
-                raise TimeoutError(f"{method}: no answer from {self._process} in {seconds} s")
+                raise TimeoutError(f"{method}: got no answer from {self._process} in {seconds} s")
             good, answer = channel.receive_answer(self._open())
         if not good:
             raise answer

@@ -48,8 +48,10 @@ class UpdatedServer(ABC):
     async def update_in_place(self, version: int, secret: str) -> None:
         """Let the engine serve one update by a trainer with this secret.
 
-        A StateError says that a process does not serve `version` afterwards. From any error on,
-        requests are refused until an update succeeds.
+        After any error, requests are refused until an update succeeds.
+
+        Raises:
+            StateError: A process of the engine serves another version than `version` afterwards.
         """
         try:
             outcomes = await self.serve_update(secret)
@@ -66,7 +68,7 @@ class UpdatedServer(ABC):
     def require_defined(self) -> None:
         """Raise a StateError if the last weight update failed."""
         if self._undefined is not None:
-            raise StateError(f"cannot generate: {self._undefined}")
+            raise StateError(f"the engine cannot generate: {self._undefined}")
 
 
 class _InLoop(ActorBase):
