@@ -6,8 +6,6 @@ import argparse
 import importlib
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from benchmarks import (
     bench_exact_learning,
     bench_losses,
     bench_sync,
-    bench_trl_sync,
     bench_verl,
     common,
     gate,
@@ -31,7 +28,6 @@ from benchmarks import (
 from recipes.errors import RecipeError
 from tests.helpers.recipes.tiny_runs import without_pictures
 from tests.helpers.rollout.package_names import Wheel
-from tests.helpers.trainer_bridge.trl_generation import WHEEL
 from trainer_bridge.adoption.verl import CLIENTS
 
 # The arguments of each script, and names in its saved results.
@@ -90,41 +86,6 @@ def test_other_cases_are_saved_when_a_case_fails_or_is_skipped(tmp_path: Path) -
         common.run_cases("some", cases, tmp_path, bar=lambda name, figure: (name, figure.what))
     saved = json.loads((tmp_path / "some.json").read_text())
     assert saved.keys() == {"conditions", "good"} and (tmp_path / "some.png").exists()
-
-
-WITHOUT_VLLM = """
-import sys
-from pathlib import Path
-from tests.helpers.trainer_bridge.other_trainers import STAND_IN, missing_for_trl
-
-sys.path[:] = [STAND_IN, *sys.path, sys.argv[1]]
-sys.modules.update(missing_for_trl())
-from benchmarks import trl_sync_side
-
-_, _, name, side, steps, saved, tiny = sys.argv
-trl_sync_side.main(name, side, int(steps), Path(saved), bool(tiny))
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
-def test_both_sides_of_trls_sync_train_with_a_stand_in_for_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(words: Sequence[str], log: Path) -> None:
-        assert WHEEL.folder is not None
-        command = [sys.executable, "-c", WITHOUT_VLLM, str(WHEEL.folder.parent), *words]
-        with log.open("w") as file:
-            subprocess.run(command, stdout=file, stderr=file, cwd=root)
-
-    root = Path(recipes.__file__).parent.parent
-    monkeypatch.setattr(bench_trl_sync, "run_side", run)
-    words = ["--tiny", "--steps", "2", "--cases", "7b-lora", "--out", str(tmp_path)]
-    bench_trl_sync.main(words)
-    saved, table = json.loads((tmp_path / "bench_trl_sync.json").read_text()), capsys.readouterr()
-    for side in bench_trl_sync.SIDES:
-        assert len(saved[f"7b-lora, {side}"]["seconds"]) == 2
-        assert f"| 7b-lora | {side} |" in table.out
 
 
 def test_mismatch_and_scores_of_exact_and_other_runs_are_drawn(

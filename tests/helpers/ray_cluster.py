@@ -1,7 +1,7 @@
 """The local Ray cluster of a test run, which all tests marked `ray` use one after the other.
 
 It is a child of this process, which stays connected until the last of the tests has ended, so calls
-that would start a cluster join this one. Jobs can be submitted to it.
+that would start a cluster join this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from rollout import SamplingParams
-from tests.helpers.case_selection import some
 from tests.helpers.forked_workers import python_that_forks
 
 # A small engine, and prompts with seeded sampling, for answers that can be compared.
@@ -45,10 +44,10 @@ class RayCluster:
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
-        self._url: str | None = None
+        self._started = False
 
     def start(self) -> None:
-        if self._url is not None:
+        if self._started:
             return
         ray = pytest.importorskip("ray")
         environment = self._open.enter_context(pytest.MonkeyPatch.context())
@@ -59,48 +58,23 @@ class RayCluster:
             if not torch.cuda.is_available():  # on a GPU, actors start as anywhere
                 python = self._open.enter_context(python_that_forks())
                 patch.setattr(sys, "executable", python)  # in the command that starts actors
-            context = ray.init(
+            ray.init(
                 address="local",
                 num_cpus=CPUS,
-                # only tests of jobs, which are extended, need it
-                include_dashboard=None if some(whole=[True]) else False,
-                dashboard_port=0,
+                include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
                 object_store_memory=128 << 20,
             )
         self._open.callback(ray.shutdown)
-        self._url = f"http://{context.address_info['webui_url']}"
+        self._started = True
 
     def end(self) -> None:
         try:
             self.wait_free()
         finally:  # leftovers of one test must not delay every later one
             self._open.close()
-            self._url = None
-
-    def submit(self, entrypoint: str, environment: dict[str, Any]) -> tuple[Any, str]:
-        """Submit a job; return a client and the job's id.
-
-        The node's agent, which starts jobs, comes up after the cluster.
-        """
-        from ray.job_submission import JobSubmissionClient
-
-        client, job = JobSubmissionClient(self._url), ""
-
-        def submitted() -> bool:
-            nonlocal job
-            try:
-                job = client.submit_job(
-                    entrypoint=entrypoint, runtime_env={"env_vars": environment}
-                )
-            except RuntimeError as error:
-                if "No available agent" not in str(error):
-                    raise
-            return bool(job)
-
-        until(submitted)
-        return client, job
+            self._started = False
 
     def actors(self) -> list[int]:
         """Return the process ids of all trainers and rollouts."""
@@ -113,7 +87,7 @@ class RayCluster:
 
     def wait_free(self) -> None:
         """Wait until no actor and no reservation is left; fail if some stay."""
-        if self._url is None:
+        if not self._started:
             return
         import ray
 

@@ -40,7 +40,7 @@ from memsaver.system.libc import libc
 from memsaver.system.threads import workers
 from tests.helpers.memory import memfd_bytes, uncollected
 from tests.helpers.memsaver.prefetches import gated
-from tests.helpers.memsaver.savers import MIB, ROOT, at_once, python, until
+from tests.helpers.memsaver.savers import MIB, ROOT, at_once, until
 from tests.helpers.peers import Peer
 
 MAP_FIXED_NOREPLACE = 0x100000
@@ -235,23 +235,6 @@ def test_forked_child_keeps_mapping_made_at_parents_addresses(how: str) -> None:
         assert ctypes.string_at(start + 64 * MIB - 1, 1) == b"\7"
 
     assert _exits(child) == 0
-
-
-FORK = """
-import os, sys, torch, memsaver
-saver = memsaver.MemorySaver("cpu")
-tensor = saver.empty(100, torch.uint8).fill_(7)
-ticket = saver.share("default")
-if not (child := os.fork()):
-    sys.exit(0)  # a normal exit runs finalizers
-os.waitpid(child, 0)
-with memsaver.attach(ticket) as lease:
-    print(int(lease.tensor((100,), torch.uint8).sum()))
-"""
-
-
-def test_exit_of_forked_child_keeps_parents_listener() -> None:
-    assert python(FORK) == "700"
 
 
 def test_saver_dropped_in_forked_child_keeps_parents_listener() -> None:

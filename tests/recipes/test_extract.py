@@ -102,9 +102,9 @@ HOSTILE += ["</answer>", " ", "1 x ", "}", r"\frac{1", "1x10^"]
 
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_time_is_linear_in_the_length_of_a_hostile_text(piece: str) -> None:
-    """Take 400,000 characters, for which anything quadratic takes minutes."""
-    text, start = piece * (400_000 // len(piece)), time.process_time()
+    """Take 100,000 characters, for which anything quadratic takes much longer."""
+    text, start = piece * (100_000 // len(piece)), time.process_time()
     for what in ("number", "boxed", "tag"):
         extract(what, text)
     last_number(text)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 3

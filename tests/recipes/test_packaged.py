@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -117,7 +118,10 @@ def test_kv_pool_holds_all_requests_that_run_together(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Use GPUs of the size that the recipe names, without fetching a model."""
+    """Use GPUs of the size that the recipe names, without fetching a model.
+
+    Each config is observed once, however many recipes have it.
+    """
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     rows = [json.dumps({"question": f"{number}?", "answer": "1"}) for number in range(1000)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
@@ -125,6 +129,15 @@ def test_kv_pool_holds_all_requests_that_run_together(
     # Prompts of equal tokens are one prompt, so the tokenizer must know their words.
     words = [*TOY_WORDS, "+", "-", *map(str, range(1000)), *(f"{n}?" for n in range(1000))]
     monkeypatch.setattr("recipes.setup.preparation.load_tokenizer", lambda _: toy_tokenizer(words))
+    observed = functools.cache(lambda config: load_model_config(places[config]))
+    places: dict[str, Path] = {}
+
+    def load_once(folder: Path) -> Any:
+        config = (folder / "config.json").read_text()
+        places.setdefault(config, folder)
+        return observed(config)
+
+    monkeypatch.setattr("recipes.setup.preparation.load_model_config", load_once)
     for name, recipe in all_recipes.items():
         if recipe.task.data is not None:  # on the Hub
             recipe = dataclasses.replace(recipe, task=dataclasses.replace(recipe.task, **local))

@@ -6,13 +6,11 @@ import contextlib
 import io
 import itertools
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from recipes.errors import RunError
 from recipes.logs.checkpoints import Checkpoints
 from recipes.loops.evaluation import Evaluation, evaluate
 from recipes.run import continue_run, start_run
-from tests.helpers.case_selection import rounds
 from tests.helpers.peers import Peer
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.tiny_runs import (
@@ -233,35 +230,6 @@ def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     assert same_rows(folder, straight)
 
 
-def train_until_killed(pipe: Connection, folder: Path) -> None:
-    """Start a run in this process, which dies when the checkpoint of step 4 is complete.
-
-    `latest` still names the checkpoint of step 2.
-    """
-
-    def die(event: str, arguments: tuple[Any, ...]) -> None:
-        naming = event == "os.rename" and str(arguments[1]).endswith("checkpoints/latest")
-        if naming and (folder / "checkpoints" / "step_4").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(die)
-    with without_pictures():
-        start_run("tiny", [*SMALL, "steps=5", "checkpoint.every=2"], folder)
-
-
-@pytest.mark.extended  # test_disturbances tries all moments, with sides that hold no tensors
-def test_killed_run_resumes_with_the_same_rows(
-    straight: Path, tmp_path: Path, no_pictures: None
-) -> None:
-    folder = tmp_path / "run"
-    Peer(train_until_killed, folder).process.join(60)
-    assert (folder / "checkpoints" / "step_4").is_dir() and Checkpoints(folder).done == 2
-    assert [row["step"] for row in rows(folder, "train")] == [1, 2, 3, 4]
-    continue_run(folder)
-    assert same_rows(folder, straight)
-    assert Checkpoints(folder).done == 5
-
-
 def test_run_killed_in_its_last_evaluation_resumes_with_it(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
@@ -401,34 +369,6 @@ def test_failure_names_its_stage_and_verbose_shows_the_traceback(
     assert (tmp_path / "run" / "trace.json").exists()
 
 
-def ended_by(
-    number: signal.Signals,
-    folder: Path,
-    ready: Callable[[], bool],
-    words: Sequence[str] = (),
-    seconds: float = 0.0,
-) -> tuple[int, str]:
-    """Return exit status and messages of a run signaled some seconds after it is ready."""
-    words = ["run", "tiny", *SMALL, "steps=100000", *words, "--run-dir", str(folder)]
-    command = [sys.executable, "-m", "recipes.cli", *words]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        until(lambda: process.poll() is not None or ready())
-        time.sleep(seconds)
-        os.killpg(process.pid, number)  # as Ctrl-C does in a terminal
-        _, errors = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    return process.returncode, errors
-
-
 def command(pipe: Connection, words: Sequence[str], errors: Path) -> None:
     """Run the command as in a terminal, in a process group of its own."""
     os.setsid()
@@ -477,23 +417,3 @@ def test_exit_status_reports_an_interrupt_inside_exec(tmp_path: Path) -> None:
         capture_output=True,
     )
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, b"memsaver: interrupted\n")
-
-
-@pytest.mark.soak
-@pytest.mark.extended
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_interrupt_at_any_moment_ends_the_run_in_one_line(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    """Expect the signal's status, one line and pictures, at random moments of a run.
-
-    The short form tries one early moment.
-    """
-    draw = random.Random(number)
-    for attempt in range(rounds(1, 100)):
-        folder, seconds = tmp_path / str(attempt), draw.random() * rounds(3, 8)
-        status, errors = ended_by(number, folder, folder.exists, ["checkpoint.every=1"], seconds)
-        assert status == 128 + number and errors.count("\n") == 1, errors
-        assert errors.startswith("memsaver: interrupted"), errors
-        if (folder / "metrics.jsonl").exists() and rows(folder, "train"):
-            assert has_pictures(folder)

@@ -121,12 +121,3 @@ def test_adapters_move_with_the_parameters_and_the_policy_departs_from_its_base(
     assert max(row["mismatch_max"] for row in adapted) <= 5e-5
     distances = [row["kl_to_reference"] for row in adapted]
     assert distances[0] == 0 < 0.01 < distances[-1]
-
-
-@pytest.mark.extended  # test_lora has the updates of adapters, test_run a run that learns
-def test_adapters_raise_the_reward(make_run: MakeRun) -> None:
-    # An untrained model gets half a reward for one word of 17, which is 0.03; the mean of 192
-    # samples is within 0.02 of that. Seeds 0 to 3 end at 0.19 to 0.26. At a learning rate of 2e-2,
-    # some seeds end at 0.05 to 0.11.
-    rewards = [row["reward"] for row in rows(make_run("tiny", *ADAPTERS, "steps=14"))]
-    assert len(rewards) == 14 and rewards[0] < 0.06 and sum(rewards[-4:]) / 4 > 0.15

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -122,44 +119,6 @@ def test_every_generator_of_reasoning_gym_makes_a_task_that_scores_its_answers(
     assert rewards == {1.0} or (name in UNNAMED and max(rewards) < 0.1)
     assert {task.score(problem, problem.answer, False).reward for problem in problems} == {0.0}
     assert capfd.readouterr().out == ""
-
-
-DRAWS = """
-import json, sys, random
-from reasoning_gym.factory import DATASETS
-from recipes.tasks.draws import HASHED, draw, draw_reproducibly
-names = HASHED if sys.argv[1] == "hashed" else sorted({*DATASETS} - {*HASHED, "composite"})
-make = draw_reproducibly if sys.argv[1] == "hashed" else draw
-drawn = {name: make(name, {"seed": 0, "size": int(sys.argv[2])}, "") for name in names}
-print(json.dumps({name: [e["question"] for e in entries] for name, entries in drawn.items()}))
-"""
-
-
-def drawn_in_new_processes(*words: str) -> list[dict[str, list[str]]]:
-    """Return the questions of generators from two processes that hash texts differently."""
-    commands = [
-        subprocess.Popen(
-            [sys.executable, "-c", DRAWS, *words],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-        )
-        for seed in ("1", "2")
-    ]
-    return [json.loads(command.communicate()[0]) for command in commands]
-
-
-@with_gym
-@pytest.mark.extended
-def test_generators_that_follow_hashes_draw_the_same_in_every_process() -> None:
-    first, second = drawn_in_new_processes("hashed", "2")
-    assert first == second and len(first) == 5
-
-
-@with_gym
-@pytest.mark.extended
-def test_all_other_generators_draw_the_same_in_every_process() -> None:
-    first, second = drawn_in_new_processes("others", "10")
-    assert [name for name in first if first[name] != second[name]] == []
 
 
 @with_gym

@@ -9,10 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Engine, SamplingParams
 from rollout.model.loading import ARCHITECTURES, longest_context
+from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, KINDS, MLA, save_tiny
 from tests.helpers.rollout.folders import edit_config
 
-FAMILIES = [kind for kind, (_, model) in KINDS.items() if model.__name__ in ARCHITECTURES]
+LIKE_ANOTHER = ("mistral", "mixtral", "qwen3", "deepseek_v3")  # families with another's code
+ALL = [kind for kind, (_, model) in KINDS.items() if model.__name__ in ARCHITECTURES]
+FAMILIES = some(*(kind for kind in ALL if kind not in LIKE_ANOTHER), whole=LIKE_ANOTHER)
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 BOTH = YARN | {"original_max_position_embeddings": 400, "mscale": 0.8, "mscale_all_dim": 0.5}

@@ -34,8 +34,7 @@ CALLS = {  # the pools are too small for all samples of a call
 }
 
 
-COVERED = ["plain", "host"]  # "hybrid" and "disk" run all of their code, too
-KINDS = ["hybrid", "disk", *(pytest.param(kind, marks=pytest.mark.extended) for kind in COVERED)]
+KINDS = ["hybrid", "disk"]  # together they run the code of every other kind
 
 
 @pytest.fixture
@@ -44,9 +43,9 @@ def path(kind: str, saved: Saved) -> Path:
 
 
 def engine_of(kind: str, path: Path, folder: Path) -> Engine:
-    if kind in ("plain", "hybrid"):
+    if kind == "hybrid":
         return make(path, kv_tokens=160, prefix_states=3)
-    files = {"disk_directory": str(folder), "disk_bytes": 1 << 16} if kind == "disk" else {}
+    files = {"disk_directory": str(folder), "disk_bytes": 1 << 16}
     return tiered(path, kv_tokens=160, preemption="swap", host_bytes=1 << 16, **files)
 
 

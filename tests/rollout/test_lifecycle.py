@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from memsaver import LeaseError, OutOfMemory, StateError
-from rollout import Engine, KVTiers, WeightUpdateError
+from rollout import Engine, KVTiers
 from tests.helpers.rollout.answers import GREEDY, check, ids, random_prompts
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.updates import PROMPTS, addresses, answers, expected, tiny, update, write
+from tests.helpers.rollout.updates import PROMPTS, addresses, answers, tiny, update
 
 
 @pytest.fixture
@@ -52,33 +52,6 @@ def test_generate_names_why_the_engine_is_unavailable(engine: Engine) -> None:
     assert engine.report().backup_bytes == 0
     with pytest.raises(StateError, match=r"weights undefined: .*discarded by sleep\(level=2\)"):
         answers(engine)
-
-
-def test_update_in_place_is_served_after_commit_and_refused_after_a_bit_flip(
-    engine: Engine,
-) -> None:
-    for flip in (False, True):
-        offer = engine.begin_update(1)
-        assert (offer.version, offer.layout_hash) == (1, engine.manifest.layout_hash)
-        assert "version 1 has not been committed" in str(engine.unavailable_reason())
-        receipt = write(offer, seed=1)
-        if flip:
-            norm = engine.store.tensor("model.norm.weight")
-            norm[0] = torch.nextafter(norm[0], norm[0] + 1)
-            with pytest.raises(WeightUpdateError, match="failed verification: the writer's digest"):
-                engine.verify_update(receipt)
-        else:
-            verified = engine.verify_update(receipt)
-            assert "version 1 has not been committed" in str(engine.unavailable_reason())
-            committed = engine.commit_update(1)
-            assert {(result.version, result.digest) for result in (verified, committed)} == {
-                (1, receipt.digest)
-            }
-            assert answers(engine) == expected(1)
-    with pytest.raises(StateError, match="undefined: .*version 1 failed verification.*digest"):
-        answers(engine)
-    engine.sleep()
-    assert engine.report().backup_bytes == 0  # undefined weights are discarded
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout import Arrival, Engine, SamplingParams, StreamingEngine
+from tests.helpers.case_selection import pairwise
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
 
@@ -33,9 +34,14 @@ def weight(engine: Engine, part: str) -> torch.Tensor:
     return engine.store.tensor(name).view(-1)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("part", ["down_proj", "k_proj", "v_proj"])
-@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
+@pytest.mark.parametrize(
+    ("stored", "part", "value"),
+    pairwise(
+        ["auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"],
+        ["down_proj", "k_proj", "v_proj"],
+        [math.nan, math.inf],
+    ),
+)
 def test_broken_weight_ends_every_kind_of_request_until_it_is_mended(
     path: str, stored: Any, part: str, value: float
 ) -> None:

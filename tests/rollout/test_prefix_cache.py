@@ -25,7 +25,6 @@ from tests.helpers.rollout.answers import (
     run,
     spent,
 )
-from tests.helpers.rollout.poison import poison
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.tiers import PAGE, conversations, lose_device, make, swap_if, tiered
 from tests.helpers.rollout.updates import tiny, update, write
@@ -113,13 +112,6 @@ def test_next_turn_of_a_conversation_hits_prompt_and_answer(path: Path, length: 
         assert hit == known // PAGE * PAGE
         assert computed == len(prompt) - hit + GREEDY.max_tokens - 1
     check(tiny(0), [prompt], [run(engine, [prompt])])
-
-
-def test_prompt_hits_pages_of_an_earlier_step_in_the_same_call(path: Path) -> None:
-    """Fill a step with the first prompt, so that it is cached before the second is admitted."""
-    engine = make(path, max_prefill_tokens=40)
-    (base,) = random_prompts((40,))
-    assert spent(engine, [base, [*base, 7, 8]]) == (40 + 2 + 2 * 7, 40)
 
 
 def test_samples_of_one_group_fork_and_later_groups_hit(path: Path) -> None:
@@ -244,19 +236,6 @@ def test_fp8_rows_with_other_scales_are_not_hit(saved: Saved, kind: Callable[...
 
 
 # ---------------------------------------------------------------- everything together
-
-
-def test_only_slots_of_cached_and_computed_tokens_are_read(path: Path, device: str) -> None:
-    """Fill all other slots with NaN after every step."""
-    engine = make(path, device=device, kv_tokens=192, max_prefill_tokens=24)
-    params = SamplingParams(max_tokens=20, temperature=0, n=2)
-    for _ in range(2):
-        poison(engine)
-        out = engine.generate(
-            conversations(), params, on_progress=lambda *_: poison(engine) and None
-        )
-        check(tiny(0), conversations(), out)
-    assert engine.stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,33 +60,6 @@ def test_two_ranks_store_expected_pieces(
     assert pieces(name, shape, 2) == expected
 
 
-@pytest.mark.parametrize(
-    ("experts", "held"),
-    [
-        (1, [(0, 5)] * 4),
-        (2, [(0, 3), (0, 3), (3, 2), (3, 2)]),  # adjacent ranks have the same experts
-        (4, [(0, 2), (2, 2), (4, 1), None]),
-    ],
-)
-def test_ranks_divide_experts_into_parts_and_inner_channels_within_a_part(
-    experts: int, held: list[tuple[int, int] | None]
-) -> None:
-    # five experts over four ranks
-    inner = 2 * experts
-    gate_up = pieces("mlp.experts.gate_up_proj", (5, 16, 3), 4, experts=experts)
-    down = pieces("mlp.experts.down_proj", (5, 3, 8), 4, experts=experts)
-    for rank, mine in enumerate(held):
-        expected, columns = [], []
-        if mine is not None:
-            first, size = mine
-            at = rank % (4 // experts) * inner
-            expected = [((first, half + at, 0), (size, inner, 3)) for half in (0, 8)]
-            columns = [((first, 0, at), (size, 3, inner))]
-        whole = experts == 4 and mine is not None
-        assert gate_up[rank] == ([((first, 0, 0), (size, 16, 3))] if whole else expected)
-        assert down[rank] == columns
-
-
 def test_adjacent_ranks_store_copies_of_a_kv_head_when_heads_are_few() -> None:
     starts = [rank[0][0][0] for rank in pieces("self_attn.k_proj.weight", (4, 3), 8)]
     assert starts == [0, 0, 0, 0, 2, 2, 2, 2], "query heads 0..3 share KV head 0"
@@ -125,11 +98,6 @@ def layout(name: str, shape: tuple[int, ...], rank: int, size: int) -> Manifest:
     return build_manifest(
         shard_groups(groups, decoder_splits(2, size), rank, size), {}, torch.bfloat16
     )
-
-
-def test_one_rank_stores_the_whole_model() -> None:
-    groups = [one("mlp.experts.gate_up_proj", 2, 4, 3), one("model.embed_tokens.weight", 5, 3)]
-    assert shard_groups(groups, decoder_splits(2, 1), 0, 1) == groups
 
 
 def test_halves_of_fused_tensor_are_slices_of_one_stored_tensor() -> None:

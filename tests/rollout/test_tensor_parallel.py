@@ -51,11 +51,11 @@ FIVE = {"n_routed_experts": 5, "n_group": 1, "topk_group": 1, "topk_method": "gr
 MODELS: list[Model] = some(
     ("llama", {"attention_bias": True, "tie_word_embeddings": True}, (1, 1)),
     ("ministral", {"sliding_window": 24, **LAYERS}, (1, 1)),
-    (V3, {**MLA, **DEEPSEEK_MOE}, (2, 4)),
     (NEXT, {**LINEAR, **INNER, "num_experts": 6, "num_experts_per_tok": 3}, (2, 4)),
-    ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, **NARROW}, (1, 4)),
     (V2, {**MLA, **LATENT, **DEEPSEEK_MOE, **FIVE}, (1, 4)),
     whole=[
+        (V3, {**MLA, **DEEPSEEK_MOE}, (2, 4)),
+        ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, **NARROW}, (1, 4)),
         ("llama", {"num_key_value_heads": 4}, (1, 1)),
         (MOE, {"moe_intermediate_size": 11, "num_experts": 5, "mlp_only_layers": [0]}, (2, 4)),
         ("qwen3", EIGHT, (1, 1)),

@@ -195,29 +195,6 @@ def test_failed_begin_closes_a_verified_update_whose_pages_it_reused(
 # ---------------------------------------------------------------- pages of another saver
 
 
-@pytest.mark.parametrize("how", ["level 1", "level 2", "abort"])
-def test_aliased_pages_go_back_and_wake_up_maps_the_engines_own_memory(
-    engine: Engine, owner: Owner, how: str
-) -> None:
-    own = weight_bytes(engine)[0]
-    owner.alias(engine, 1, seed=1)
-    with pytest.raises(LeaseError, match="params"):
-        owner.saver.pause()
-    if how == "abort":
-        engine.abort_update("another engine failed")
-    else:
-        engine.sleep(int(how[-1]))
-    assert weight_bytes(engine) == (0, 0) and engine.report().backup_bytes == 0
-    owner.saver.pause()
-    engine.wake_up()
-    assert weight_bytes(engine) == (own, 0)
-    reason = "another engine failed" if how == "abort" else "a sleep gave the trainer's pages back"
-    with pytest.raises(StateError, match=f"weights undefined: {reason}"):
-        answers(engine)
-    update(engine, 2, seed=2)
-    assert answers(engine) == expected(2)
-
-
 def test_refused_alias_changes_nothing(engine: Engine, owner: Owner) -> None:
     update(engine, 3, seed=3)
     before, own = answers(engine), weight_bytes(engine)

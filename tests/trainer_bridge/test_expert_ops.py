@@ -17,7 +17,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from memsaver.system.devices import Impl
 from tests.helpers.case_selection import some
-from tests.helpers.triton_compiler import compile_alone
 from trainer_bridge.models.moe import mix_experts
 from trainer_bridge.ops.exact import ONE_RANK, ExpertRanks
 from trainer_bridge.ops.exact import mix_experts as mix_experts_exactly
@@ -166,47 +165,3 @@ def test_mix_experts_and_gradients_match_transformers(
         assert result is not None and wanted is not None and result.dtype == dtype
         apart = (result.detach().double() - wanted.detach()).abs().max()
         assert float(apart) <= size * float(wanted.detach().abs().max())
-
-
-@pytest.mark.extended  # tests on a GPU run the kernels themselves
-def test_kernels_access_16_bytes_and_do_not_spill() -> None:
-    lines = [line.split() for line in compile_alone(COMPILE).splitlines()]
-    assert len(lines) == 8
-    for kernel, stack, *accesses in lines:
-        assert stack == "0", kernel
-        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= {*accesses}, (kernel, accesses)
-
-
-COMPILE = """
-import re, subprocess, tempfile
-from triton import compile, knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from rollout.ops import row_wise
-from trainer_bridge.ops import experts
-
-KERNELS = vars(row_wise) | vars(experts)
-for name in ("_token_sum", "_pair_gradients", "_silu_mul", "_gated_gradient"):
-    kernel = KERNELS[name]
-    for element in ("*bf16", "*fp32"):
-        constants = dict(TOP_K=8, WEIGHED=True, ROUNDED=True, BLOCK=2048)
-        constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        types = dict.fromkeys(["hidden", "inner", "stride", "size"], "i32")
-        types |= dict(place="*i64", number="*i64")
-        types |= dict.fromkeys(constants, "constexpr")
-        signature = {key: types.get(key, element) for key in kernel.arg_names}
-        even = [i for i, key in enumerate(signature) if key not in constants]
-        attrs = {(i,): [["tt.divisibility", 16]] for i in even}
-        source = ASTSource(kernel, signature, constants, attrs)
-        made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
-            file.flush()
-            usage = subprocess.run(
-                [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-                capture_output=True, text=True, check=True,
-            ).stdout
-        stack = re.search(r"STACK:(\\d+)", usage).group(1)
-        accesses = sorted(set(re.findall(r"(?:ld|st)\\.global\\S*", made.asm["ptx"])))
-        print(name, stack, *accesses)
-"""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 
 from memsaver import StateError
 from rollout import SamplingParams
-from tests.helpers.case_selection import rounds
 from tests.helpers.dying_actors import dying_trainer, killing_trainer, wait_gone
 from tests.helpers.exports import contents
 from tests.helpers.memory import family_bytes, memfd_bytes
@@ -179,42 +175,6 @@ def test_rollout_killed_during_write_fails_the_cycle_and_keeps_the_trainer(
         assert trainer.compute_log_prob(batch) == scores, "the trainer's state has changed"
     wait_gone(pids)
     until(lambda: family_bytes("cpu") <= before)  # ended processes hold no GPU memory
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("victim", ["trainer", "rollout"])
-def test_side_killed_during_hand_overs_leaves_the_other_intact(
-    victim: str, device: str, model_path: str, ray_cluster: RayCluster
-) -> None:
-    batch, before = make_batch(4), family_bytes("cpu")
-    rng = random.Random(victim)
-    for _ in range(rounds(3, 30)):
-        with open_ray(on(device, model_path), ENGINE) as sides:
-            trainer, rollout = sides
-            pids = {"trainer": trainer.call("pid"), "rollout": rollout.call("pid")}
-            scores = trainer.compute_log_prob(batch)
-            cycle = Cycle(*sides, hand_over=True)
-            kill = threading.Timer(rng.uniform(0.1, 0.5), os.kill, (pids[victim], signal.SIGKILL))
-            with pytest.raises((CycleError, ActorDied), match=f"the {victim} actor died"):
-                for version in range(1, 1000):
-                    if version == 3:
-                        kill.start()
-                    cycle.to_rollout(version)
-                    rollout.generate(PROMPTS, SAMPLED)
-                    cycle.to_train()
-            if victim == "rollout":
-                trainer.reload()
-                assert trainer.compute_log_prob(batch) == scores, "the trainer's state has changed"
-                held = sum(tag.committed_bytes for tag in trainer.report().tags.values())
-            else:
-                rollout.sleep(level=2)
-                held = sum(tag.committed_bytes for tag in rollout.report().tags.values())
-                assert held == 0
-            left = next(pid for side, pid in pids.items() if side != victim)
-            if device == "cpu":
-                until(lambda left=left, held=held: memfd_bytes([left]) == held)
-        wait_gone([*pids.values()])
-        until(lambda: family_bytes("cpu") <= before)
 
 
 def test_engine_that_cannot_start_is_explained_and_releases_the_cluster(

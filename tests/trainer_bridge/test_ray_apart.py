@@ -53,30 +53,3 @@ def test_engine_apart_stays_awake_and_gives_the_numbers_of_a_colocated_one(
         assert awake(sides[1]) == [True]
         assert rounds_of(*sides, stays) == colocated
     ray_cluster.wait_free()
-
-
-@pytest.mark.extended
-def test_engines_on_both_kinds_of_devices_share_the_prompts(
-    colocated: list[Any], model_path: str, ray_cluster: RayCluster
-) -> None:
-    with open_ray(config(model_path), ENGINE, rollout_devices=1) as sides:
-        assert names(*sides) == ["trainer[0]", "rollout[0]", "rollout[1]"]
-        assert awake(sides[1]) == [False, True]
-        seen = rounds_of(*sides)
-        assert awake(sides[1]) == [False, True], "only the engine of the trainer's device sleeps"
-    for (digests, answers), (digest, same) in zip(seen, colocated, strict=True):
-        assert (digests, answers) == (digest * 2, same)
-
-
-@pytest.mark.extended
-def test_tensor_parallel_engine_apart_gets_all_its_weights_from_one_trainer(
-    colocated: list[Any], model_path: str, ray_cluster: RayCluster
-) -> None:
-    apart = {"rollout_devices": 2, "colocate": False}
-    engine = {**ENGINE, "tensor_parallel_size": 2}
-    with open_ray(config(model_path), engine, **apart) as sides:
-        assert names(*sides) == ["trainer[0]", "rollout[1]", "rollout[2]"]
-        assert awake(sides[1]) == [True, True]
-        halves = rounds_of(*sides, [*TRAINER_TAGS, *TAGS])
-    assert [len(digests) for digests, _ in halves] == [2, 2]
-    assert [answers for _, answers in halves] == [answers for _, answers in colocated]

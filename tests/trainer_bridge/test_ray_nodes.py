@@ -1,4 +1,4 @@
-"""Two Ray nodes that cannot map each other's memory: weights, answers, and a lost node.
+"""Two Ray nodes that cannot map each other's memory: weights and answers.
 
 The functions run in a process on the first node (`two_nodes`). Expected values come from both sides
 in one process.
@@ -7,12 +7,8 @@ in one process.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +17,7 @@ import torch
 
 from rollout.tag_names import TAGS
 from tests.helpers import two_nodes
-from tests.helpers.ray_cluster import ENGINE, tokens, until
+from tests.helpers.ray_cluster import ENGINE, tokens
 from tests.helpers.trainer_bridge.models import config, make_batch
 from tests.helpers.two_nodes import ADDRESSES, Driver, Nodes
 from trainer_bridge import Cycle, open_inprocess, open_ray
@@ -110,23 +106,6 @@ def test_engine_on_a_node_without_a_trainer_serves_the_same_weights(
         assert 0 < receipt.nbytes <= receipt.node_bytes < 1.01 * receipt.nbytes + 4096
 
 
-@pytest.mark.extended
-def test_trainer_and_engines_on_both_nodes_serve_the_same_weights(
-    driver: Driver, model_path: str, expected: list[Any]
-) -> None:
-    places, seen = driver.run(rounds, model_path, BOTH)
-    assert places["trainer[0]"] == places["rollout[0]"] != places["trainer[1]"]
-    assert places["trainer[1]"] == places["rollout[1]"]
-    receipt, hashes, answers = seen[0]
-    digest, same, tokens = expected[0]
-    assert (receipt.digests, hashes, answers) == ((digest,) * 2, [same] * 2, tokens)
-    assert receipt.nbytes <= 2 * receipt.node_bytes < 1.02 * receipt.nbytes + 8192, (
-        "each node gets the other's half, and writes its own half into mapped pages"
-    )
-    receipt, hashes, _ = seen[1]  # gradients of two ranks are added in another order
-    assert len({*receipt.digests}) == len({*hashes}) == 1 and hashes[0] != same
-
-
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 @pytest.mark.skipif(shutil.which("ip") is None, reason="iproute2 is not installed")
@@ -145,72 +124,3 @@ def test_nodes_with_a_gpu_each_sync_over_sockets(where: dict[str, Any], model_pa
 
 
 # ---------------------------------------------------------------- a node is lost
-
-
-def lose(nodes: Nodes, path: str, how: str, where: dict[str, Any]) -> Any:
-    """Lose the second node between sync and generation.
-
-    Returns:
-        The error, the seconds until it, and the processes and shared memory that are left.
-    """
-    before = shared_memory()
-    started = 0.0
-    try:
-        with open_ray(config(path), ENGINE, max_engine_restarts=2, **where) as (trainer, rollout):
-            cycle = Cycle(trainer, rollout, resident=stays(where))
-            cycle.to_rollout(1)
-            started = time.monotonic()
-            getattr(nodes, how)()
-            while True:  # until the cluster has noticed
-                tokens(rollout)
-                cycle.to_train()
-                cycle.to_rollout(1)
-    except Exception as error:
-        seconds, text = time.monotonic() - started, f"{type(error).__name__}: {error}"
-    until(lambda: not nodes.sides(), lambda: f"left behind: {nodes.sides()}", 60.0)
-    left = shared_memory() - before
-    nodes.restart_far()
-    return text, seconds, left
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("how", ["kill_far", "cut"])
-@pytest.mark.parametrize("where", [BOTH, FAR], ids=["both", "far"])
-def test_lost_node_ends_the_run_and_leaves_nothing_behind(
-    how: str, where: dict[str, Any], driver: Driver, model_path: str
-) -> None:
-    text, seconds, left = driver.run(lose, model_path, how, where)
-    # Ray may report the death of a killed actor before that of its node.
-    early = how == "kill_far" and "actor died in" in text
-    assert early or "actor died with its node 10.77.0." in text
-    assert seconds < 60.0 and not left
-
-
-def lose_an_engine(nodes: Nodes, path: str) -> list[Any]:
-    """Kill the engine of a node without a trainer; return digest and answers around it."""
-    replaced: list[str] = []
-    note = lambda number, error: replaced.append(error.actor)  # noqa: E731
-    settings = {"max_engine_restarts": 1, "on_replaced": note, **FAR}
-    with open_ray(config(path), ENGINE, **settings) as (trainer, rollout):
-        cycle = Cycle(trainer, rollout, resident=stays(FAR))
-        digests = [cycle.to_rollout(1).digests]
-        os.kill(rollout.call("pid"), signal.SIGKILL)
-        answers = [tokens(rollout)]
-        cycle.to_train()
-        trainer.update_actor(make_batch(4))
-        digests.append(cycle.to_rollout(2).digests)
-        return [replaced, digests, [*answers, tokens(rollout)]]
-
-
-@pytest.mark.extended
-def test_engine_lost_on_a_node_without_a_trainer_is_replaced(
-    driver: Driver, model_path: str, expected: list[Any]
-) -> None:
-    replaced, digests, answers = driver.run(lose_an_engine, model_path)
-    assert replaced == ["rollout[1]"]
-    assert digests == [(digest,) for digest, _, _ in expected]
-    assert answers == [same for _, _, same in expected]

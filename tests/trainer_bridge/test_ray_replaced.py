@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.dying_actors import dying_engine, killing_trainer, wait_gone
-from tests.helpers.memory import family_bytes
-from tests.helpers.ray_cluster import ENGINE, RayCluster, tokens, until
+from tests.helpers.ray_cluster import ENGINE, RayCluster, tokens
 from tests.helpers.trainer_bridge.models import config, make_batch
-from trainer_bridge import Cycle, CycleError, open_inprocess, open_ray
+from trainer_bridge import Cycle, open_inprocess, open_ray
 
 pytestmark = pytest.mark.ray
 
@@ -58,65 +55,6 @@ def expected(model_path: str) -> list[Any]:
 
 def pids(rollout: Any) -> list[int]:
     return [rank.call("pid") for rank in rollout.each()]
-
-
-def two_rounds(
-    replaced: Replaced, sides: Any, victim: int, expected: list[Any], **how: Any
-) -> list[list[int]]:
-    """Lose an engine while it generates, and another one before the next sync."""
-    trainer, rollout = sides
-    cycle, held = Cycle(trainer, rollout, **how), [pids(rollout)]
-    assert set(cycle.to_rollout(1).digests) == {expected[0][0]}
-    assert tokens(rollout) == expected[0][1], "without a loss"
-    replaced.flag.touch()
-    assert tokens(rollout) == expected[0][1], "a lost engine's answers differ or are missing"
-    assert not replaced.flag.exists()
-    assert tokens(rollout) == expected[0][1]
-    held.append(pids(rollout))
-    cycle.to_train()
-    trainer.update_actor(make_batch(4))
-    os.kill(held[-1][victim], signal.SIGKILL)
-    wait_gone([held[-1][victim]])
-    assert set(cycle.to_rollout(2).digests) == {expected[1][0]}
-    assert tokens(rollout) == expected[1][1]
-    cycle.to_train()
-    held.append(pids(rollout))
-    return held
-
-
-@pytest.mark.extended  # test_ray_runs loses an engine of a whole run
-def test_engine_apart_is_replaced_while_the_other_one_keeps_its_answers(
-    expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
-) -> None:
-    before = family_bytes("cpu")
-    with replaced.open(model_path, rollout_devices=2, colocate=False) as sides:
-        first, second, third = two_rounds(replaced, sides, 1, expected)
-        assert len({*first} & {*second}) == 1, "one engine was lost, the other one stays"
-        assert (second[0] == third[0], second[1] == third[1]) == (True, False)
-        assert [number for number, _ in replaced.seen] == [1, 2]
-        assert replaced.seen[1][1] == "rollout[2]"
-        os.kill(third[0], signal.SIGKILL)
-        with pytest.raises(CycleError, match=r"the rollout\[1\] actor died in begin_update"):
-            Cycle(*sides).to_rollout(3)
-    wait_gone([*first, *second, *third])
-    ray_cluster.wait_free()
-    until(lambda: family_bytes("cpu") <= before)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("alias", [False, True])
-def test_only_engine_is_replaced_on_the_trainers_device(
-    alias: bool, expected: list[Any], replaced: Replaced, model_path: str, ray_cluster: RayCluster
-) -> None:
-    before = family_bytes("cpu")
-    with replaced.open(model_path, alias=alias) as sides:
-        first, second, third = two_rounds(replaced, sides, 0, expected, alias=alias)
-        assert len({*first, *second, *third}) == 3
-        assert replaced.seen == [(1, "rollout"), (2, "rollout")]
-        assert sides[0].report().committed_bytes > 0 == sides[1].report().committed_bytes
-    wait_gone([*first, *second, *third])
-    ray_cluster.wait_free()
-    until(lambda: family_bytes("cpu") <= before)
 
 
 @pytest.mark.extended

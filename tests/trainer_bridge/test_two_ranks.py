@@ -30,7 +30,6 @@ from tests.helpers.trainer_bridge.models import (
     value_batch,
     write_model,
 )
-from tests.helpers.trainer_bridge.moments_8bit import EIGHT, SHAPE, half_gap, moments, state
 from tests.helpers.trainer_bridge.states import (
     arrives,
     arrives_in_parts,
@@ -228,21 +227,6 @@ def repeated(path: str) -> dict[str, Any]:
     twin.update_actor(make_batch(8))
     assert_same_bits(bits(twin), bits(trainer))
     return {"metrics": metrics, "learned": bits(trainer, True)}
-
-
-def in_8_bits(rank: int, path: str, out: str) -> dict[str, Any]:
-    """Resume with moments in 8 bits, and return them, as saved, with the boxes of this rank."""
-    trainer, second = (Trainer(config(path, **EIGHT)) for _ in range(2))
-    for seed in range(2):
-        trainer.update_actor(make_batch(4, seed))
-    trainer.save_checkpoint(f"{out}/in_8_bits")
-    saved, params = moments(trainer), dict(trainer.model.named_parameters())
-    second.load_checkpoint(f"{out}/in_8_bits")
-    assert_same_bits(state(second), state(trainer))
-    batch = make_batch(1)
-    assert trainer.update_actor(batch) == second.update_actor(batch)
-    assert_same_bits(state(second), state(trainer))
-    return {name: (shard_box(params[name.rpartition(".")[0]]), saved[name][0]) for name in saved}
 
 
 def interrupted(path: str) -> None:
@@ -443,23 +427,6 @@ def test_one_rank_resumes_a_checkpoint_of_two(
     assert alone.step == STEPS
     assert_same_bits(whole(alone), results[0]["weights"])
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["next"])
-
-
-def test_one_rank_resumes_moments_in_8_bits_of_two(
-    tmp_path: Path, make_trainer: Callable[..., Trainer]
-) -> None:
-    """Allow the error of one more quantization where the halves of a parameter end in a block."""
-    path = write_model(tmp_path / "model", **SHAPE)
-    ranks = results(start_ranks(in_8_bits, 2, tmp_path / "store", path, str(tmp_path)))
-    alone = make_trainer(path, **EIGHT)
-    alone.load_checkpoint(str(tmp_path / "in_8_bits"))
-    for name, (values, scales) in moments(alone).items():
-        for box, saved in (rank[name] for rank in ranks):
-            at = tuple(slice(a, a + size) for a, size in zip(*box, strict=True))
-            allowed = half_gap(name.rpartition(".")[2]) * scales[at]
-            assert ((values[at] - saved).abs() <= allowed).all(), name
-            assert ".mlp." in name or torch.equal(values[at], saved), name
-    alone.update_actor(make_batch(3))
 
 
 def test_random_weights_of_two_ranks_match_one(

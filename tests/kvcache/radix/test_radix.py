@@ -109,17 +109,6 @@ def test_unlock_without_a_lock_and_lock_of_an_evicted_node_are_refused() -> None
     assert cache.protected_size == 0
 
 
-def test_misses_and_empty_namespaces_leave_no_roots() -> None:
-    cache = make_cache(10)
-    put(cache, [1, 2], salt="lora")
-    assert [
-        cache.match_prefix([1, 2], extra_key=salt).length for salt in (None, "other", "lora")
-    ] == [0, 0, 2]
-    assert list(cache.generations()[-1].roots) == ["lora"]
-    cache.evict(2)
-    assert not cache.generations()[-1].roots
-
-
 def test_raise_version_visits_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(400)
     for token in range(400):

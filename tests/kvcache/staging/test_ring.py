@@ -85,23 +85,6 @@ def test_ring_never_overlaps_ranges_and_never_deadlocks(
         model.turn(dice)
 
 
-def test_ring_wraps_and_advances_its_watermark_in_a_worked_example() -> None:
-    ring = StagingAllocator(100, alignment=16)
-    a, b, c = ring.assign(20), ring.assign(50), ring.assign(40)
-    assert (a, b) == ((0, 0, 0), (1, 32, 0))
-    assert c == (2, 0, 1)  # 96 + 40 exceeds the ring, so c overlaps a and b in the next round
-    assert ring.watermark == (0, 0)
-    assert not may_fill(1, 40, ring.watermark)
-    assert ring.free(1) == (0, 0)  # out of order: a is not freed yet
-    assert ring.free(0) == (1, 0)
-    assert may_fill(1, 40, ring.watermark)
-    assert ring.assign(101) is None
-    assert ring.outstanding == 1
-    assert ring.free(2) == (2, 0)  # the empty ring starts a new round
-    assert ring.assign(100) == (3, 0, 2)
-    assert may_fill(2, 100, ring.watermark)
-
-
 def test_free_refuses_ranges_that_are_not_assigned() -> None:
     ring = StagingAllocator(64, 1)
     ring.assign(10)

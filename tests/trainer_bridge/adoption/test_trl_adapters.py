@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
-from tests.helpers.models import save_tiny
-from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.adapters import assert_one_rounding, exact_weights, randomize
-from tests.helpers.trainer_bridge.trl_generation import WHEEL, own_sync, rank_generation
+from tests.helpers.trainer_bridge.trl_generation import WHEEL, own_sync
 from trainer_bridge.adoption import trl
 
 peft = pytest.importorskip("peft")
@@ -147,35 +142,3 @@ def test_retrained_tied_head_is_refused(generation: Any) -> None:
     use(generation, model)
     with pytest.raises(ValueError, match=r"lm_head.* one parameter in the rollout \(tied\)"):
         generation.sync_weights()
-
-
-def rank_of_two(rank: int, folder: str, size: int) -> tuple[int, float]:
-    """Run a rank whose adapted model is sharded by FSDP2 after vLLM has started."""
-    made: list[Any] = []
-
-    def wrapped(model: Any) -> Any:
-        made.append(adapted(model, modules_to_save=["norm"]))
-        return made[0]
-
-    generation = rank_generation(rank, folder, size, wrapped)
-    (model,) = made
-    whole: tuple[dict[str, Tensor], dict[str, Tensor]] = exact_weights(model)
-    sync = trl.use(SimpleNamespace(vllm_generation=generation))
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    for _ in range(2):
-        generation.sync_weights()
-        assert_one_rounding(generation.llm.fused, *whole)
-    assert sync.receipt is not None and sync.receipt.merge_lost is not None
-    generation.llm.fused.close()
-    return sync.receipt.version, sync.receipt.merge_lost
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_fsdp2_ranks_merge_their_shards(tmp_path: Path, size: int) -> None:
-    save_tiny(tmp_path / "model", "qwen2", tie_word_embeddings=True)
-    ranks = start_ranks(rank_of_two, 2, tmp_path / "meet", str(tmp_path / "model"), size)
-    (version, lost), (_, other) = results(ranks)
-    assert version == 2 and lost == other < 0.1
