@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import recipes
 from recipes.config.decisions import Decisions
 from recipes.config.sections import CycleSection
-from recipes.planner import plan_apart
 from recipes.planner.command import plan_of
 from recipes.planner.decide import decide
 from recipes.planner.memory_plan import MemoryPlan
@@ -252,7 +251,7 @@ def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
     for python, why in reasons.items():
         monkeypatch.setattr("sys.executable", python)
         if python == str(hangs):
-            monkeypatch.setattr(plan_apart, "PATIENCE", 0.1)
+            monkeypatch.setattr("recipes.planner.decide.PATIENCE", 0.1)
         for words in ([], ["cycle.resident=[params]", "cycle.overlap=[optim]"]):
             setup = prepared([*FEW[1:], "trainer.keep_unsharded=auto", *words], tmp_path)
             made, _ = decide(setup, 80 * GIB)
