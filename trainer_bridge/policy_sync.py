@@ -23,11 +23,7 @@ from trainer_bridge.tag_names import PARAMS
 
 
 class PolicySync:
-    """The syncs of one rank's policy, by copies or by aliased pages; owned by its trainer.
-
-    Attributes:
-        adapters: The policy's adapters; None without any.
-    """
+    """The syncs of one rank's policy, by copies or by aliased pages; owned by its trainer."""
 
     def __init__(
         self,
@@ -38,7 +34,7 @@ class PolicySync:
         offloader: Offloader,
     ) -> None:
         """Read the names; `layout` is that of tag `params`, if an engine can alias its pages."""
-        self._policy, self.adapters, self._offloader = policy, adapters, offloader
+        self._policy, self._adapters, self._offloader = policy, adapters, offloader
         self._saver, self._layout = saver, layout
         self._params = base_params(policy.module)
         self._buffers = tuple(stored_buffers(policy.module))
@@ -48,7 +44,7 @@ class PolicySync:
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's parameters without adapters, by checkpoint name."""
-        tensors = self.tensors()
+        tensors = self._tensors()
         return {name: tensors[name] for name in self._params}
 
     def connect(
@@ -62,7 +58,7 @@ class PolicySync:
         config, agreement = self._policy.config, group_agreement(group or dist.group.WORLD)
         ranks = (config.exact_ranks, config.exact_expert_parallel) if config.exact else None
         shards, place = self._shards.described(), place_of(device)
-        self._sync = WeightSync(shards, self.tensors, targets, agreement, place=place, ranks=ranks)
+        self._sync = WeightSync(shards, self._tensors, targets, agreement, place=place, ranks=ranks)
         if self._layout is not None:
             self._alias = PageAlias(self._saver, PARAMS, self._layout, self._sync)
 
@@ -71,10 +67,10 @@ class PolicySync:
         if self._sync is None:
             rule = "sync_weights() has no rollout"
             raise StateError(f"{rule}; call connect([engine]) first, on every rank")
-        if self.adapters is None:
+        if self._adapters is None:
             return self._sync.sync(version, shadow=shadow)
-        names = self.adapters.names if self._sync.holds() else None
-        factors = self.adapters.factors()
+        names = self._adapters.names if self._sync.holds() else None
+        factors = self._adapters.factors()
         return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
 
     def alias(self, version: int) -> SyncReceipt:
@@ -90,8 +86,7 @@ class PolicySync:
         if self._sync is not None:
             self._sync.close()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parameters without adapters, and its buffers, by checkpoint name."""
+    def _tensors(self) -> dict[str, Tensor]:
         self._offloader.await_content()
         return self._shards.tensors()
 

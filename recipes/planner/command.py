@@ -25,7 +25,7 @@ from recipes.config.rules import checked
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.logs.run_folder import OUTSIDE, check_holds_run, read_json
 from recipes.planner.memory_plan import MemoryPlan, placed
-from recipes.planner.plan_apart import plan_with_remedies, planned_device
+from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import GIB
 from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
@@ -100,7 +100,7 @@ def plan_of(
                 raise
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), directory)
-        decisions = first_decisions(recipe, directory, planned_device(recipe))
+        decisions = first_decisions(recipe, directory)
         how = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
         return plan_with_remedies(recipe, decisions, name, directory, card, how)
 

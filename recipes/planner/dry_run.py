@@ -12,11 +12,10 @@ import gc
 import math
 import tempfile
 from array import array
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,18 +45,20 @@ from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
-from trainer_bridge import Cycle, SequenceBatch
+from trainer_bridge import Cycle, SequenceBatch, TrainerConfig
 from trainer_bridge.exact import plan_exact
-from trainer_bridge.learning import Tokens
-from trainer_bridge.models import Runtime, code_tables
+from trainer_bridge.models import Adapters, Runtime, code_tables
 from trainer_bridge.offload import Wait
-from trainer_bridge.sync import SyncReceipt, scratch_for
+from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.tag_names import REFERENCE
 from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
 """Peaks by stage, as in `recipes.logs.peaks.Peaks`."""
-_Result = TypeVar("_Result")
+_PASSES = (
+    *("compute_log_prob", "compute_ref_log_prob", "compute_values"),
+    *("update_critic", "update_actor"),
+)
 _BUILD = "build"  # key of the trainer's construction
 _SPARE = 1 << 30  # bytes that an overlapped reload leaves free (`Offloader`)
 
@@ -115,6 +116,10 @@ class PlannedTrainer(Trainer):
     are back when it ends, if the device has room for them. Tags that come back during scoring are
     back immediately.
 
+    Args:
+        config: Configuration of a trainer with random weights.
+        runtime: The planned device.
+
     Attributes:
         saver: The planned saver.
         room: Bytes of the device for both sides.
@@ -124,54 +129,45 @@ class PlannedTrainer(Trainer):
     saver: PlannedSaver  # type: ignore[assignment]
     room: int
     rollout: PlannedRollout
-    _scratch: Tensor | None = None
-    _leaving: tuple[str, ...] = ()
-    _returning: tuple[str, ...] = ()
+
+    def __init__(self, config: TrainerConfig, runtime: PlannedRuntime) -> None:
+        # PlannedSaver has the methods that a trainer without a layout needs.
+        saver = cast(MemorySaver, PlannedSaver(runtime.planned))
+        super().__init__(config, saver, runtime=runtime)
+        self.runtime = runtime
+        self.adapters = Adapters(self.model, config.lora) if config.lora else None
+        self._scratch: Tensor | None = None
+        self._leaving = self._returning = tuple[str, ...]()
+        for name in _PASSES:
+            setattr(self, name, partial(self._once, name))
 
     def begin(self, rollout: PlannedRollout, decisions: Decisions) -> None:
         """Return to the state of a new trainer with these decisions beside the given rollout."""
         self.rollout = rollout
-        self._runtime.keep_unsharded = decisions.keep_unsharded
+        self.runtime.keep_unsharded = decisions.keep_unsharded
         size = decisions.micro_batch_size
         self.config = dataclasses.replace(self.config, micro_batch_size=size)
         for model in self.models:
             model.config = dataclasses.replace(model.config, micro_batch_size=size)
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
-        self._offloader.reload()
+        super().reload()
         if self.reference is not None:
-            self._offloader.offload(REFERENCE)
+            super().offload(REFERENCE)
         self.saver.planned.clear()
         self.saver.planned.once(_BUILD, lambda: self)
 
-    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> Tokens:
-        return self._once(super().compute_log_prob, batch, base=base)
-
-    def compute_ref_log_prob(self, batch: SequenceBatch) -> Tokens:
-        return self._once(super().compute_ref_log_prob, batch)
-
-    def compute_values(self, batch: SequenceBatch) -> Tokens:
-        return self._once(super().compute_values, batch)
-
-    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        return self._once(super().update_critic, batch)
-
-    def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        return self._once(super().update_actor, batch)
-
-    def _once(
-        self, method: Callable[..., _Result], batch: SequenceBatch, **how: Hashable
-    ) -> _Result:
+    def _once(self, name: str, batch: SequenceBatch, **how: Hashable) -> Any:
+        """Run a pass, or repeat its memory requests if there was an equal one."""
         scores_itself = batch.old_logprobs is None
-        key = method.__name__, tuple(map(len, batch.response_ids)), scores_itself, *how.values()
-        key = *key, self._runtime.keep_unsharded, self.config.micro_batch_size
-        return self.saver.planned.once(key, partial(method, batch, **how))
+        key = name, tuple(map(len, batch.response_ids)), scores_itself, *how.items()
+        key = *key, self.runtime.keep_unsharded, self.config.micro_batch_size
+        return self.saver.planned.once(key, partial(getattr(Trainer, name), self, batch, **how))
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if into is not None:
-            self.rollout.handed_over.add((tags, into))
-            sizes = Counter(self.saver.sizes())  # 0 for the tag of an optimizer on the host
-            self.rollout.receive(sum(map(sizes.__getitem__, tags)), into)
+            sizes = self.saver.sizes()  # without the tag of an optimizer on the host
+            self.rollout.receive({tag: sizes.get(tag, 0) for tag in tags}, into)
         if wait:
             super().offload(*tags)
         else:
@@ -194,18 +190,15 @@ class PlannedTrainer(Trainer):
         self._leaving = self._returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
-        if self._sync.adapters is not None:
+        if self.adapters is not None:
             if self._scratch is None:
-                self._scratch = scratch_for(self._sync.tensors(), self._sync.adapters.names)
-            self.saver.planned.once("merge", self._gather_factors)
+                self._scratch = self.adapters.scratch()
+            gather = self.adapters.factors
+            self.saver.planned.once("merge", lambda: gather().clear())
         return self.alias_weights(version)
 
     def alias_weights(self, version: int) -> SyncReceipt:
         return SyncReceipt(version=version, digests=(), seconds=0, verify_seconds=0, stages={})
-
-    def _gather_factors(self) -> None:
-        assert self._sync.adapters is not None
-        self._sync.adapters.factors()
 
 
 class PeaksSink(Sink):
@@ -276,11 +269,7 @@ def dry_run(
     )
     stages = _of_a_later_step(loop, sink.peaks, saver.planned)
     sizes = saver.sizes()
-    all_sizes = Counter(sizes | engine.tags)  # 0 for the tag of an optimizer on the host
-    pairs = [
-        (map(all_sizes.__getitem__, tags), all_sizes[into]) for tags, into in rollout.handed_over
-    ]
-    handed_over = sum(min(sum(given), taken) for given, taken in pairs)
+    handed_over = sum(rollout.handed_over.values())
     return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
 
 
@@ -368,9 +357,7 @@ def planned_trainer(
         # An exact trainer launches kernels.
         config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
-        # PlannedSaver has the methods that a trainer without a layout needs.
-        saver = cast(MemorySaver, PlannedSaver(device))
-        trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
+        trainer = device.once(_BUILD, lambda: PlannedTrainer(config, runtime))
         if decisions.exact:
             plan_exact(trainer.model)
         yield make_setup, trainer

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from memsaver.memory import pinned_arena
@@ -17,8 +16,8 @@ from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
-from recipes.config.rules import broken_rules, checked
-from recipes.errors import RecipeError, shown
+from recipes.config.rules import broken_rules
+from recipes.errors import RecipeError
 from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
 from recipes.planner.planned_device import PAGE
@@ -48,7 +47,6 @@ PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, librarie
 _SPARE = 256 * MIB
 _ERROR = 0.03  # share of a GPU by which a plan may be off
 _WORTH = 0.01  # share of a shortage that a change must be able to free
-_MOST_WAYS = 3  # largest number of changes that a remedy names
 _LARGER_GPUS = "take more or larger GPUs (--gpu)"
 
 
@@ -423,51 +421,6 @@ def _less_kv(plan: MemoryPlan, recipe: Recipe) -> Change:
         return "engine.kv_tokens", most
     fraction += (most - plan.kv_tokens) * plan.token_bytes / plan.gpu.total
     return "engine.mem_fraction_static", math.floor(fraction * 100) / 100
-
-
-def remedied(
-    plan: MemoryPlan, recipe: Recipe, replan: Callable[[Recipe, Decisions], MemoryPlan]
-) -> MemoryPlan:
-    """Return the plan with remedies that were tried out.
-
-    The ways out of a shortage are planned one after the other, which takes seconds each, until
-    `_MOST_WAYS` of them reduce the shortage and increase no other. `replan` plans another recipe
-    with decisions for its keys that are auto, and raises ValueError for an impossible recipe.
-    """
-    tried: dict[str, Mapping[str, Shortage]] = {}
-
-    def missing(shortages: Mapping[str, Shortage], kind: str) -> int:
-        return shortages[kind].missing if kind in shortages else 0
-
-    def helps(kind: str, change: Change) -> bool:
-        text = _set(change)
-        if text not in tried:
-            tried[text] = plan.shortages
-            with contextlib.suppress(ValueError):  # The changed recipe is impossible.
-                changed = _changed(recipe, *change)
-                if changed != recipe:
-                    tried[text] = replan(changed, plan.decisions).shortages
-        left = tried[text]
-        worse = any(missing(left, name) > missing(plan.shortages, name) for name in left)
-        return not worse and missing(left, kind) < missing(plan.shortages, kind)
-
-    shortages = {}
-    for kind, shortage in plan.shortages.items():
-        ways = (_set(change) for change in shortage.ways if helps(kind, change))
-        remedies = [*islice(ways, _MOST_WAYS), shortage.remedy]
-        shortages[kind] = shortage._replace(remedy=", or ".join(remedies))
-    return dataclasses.replace(plan, shortages=shortages)
-
-
-def _set(change: Change) -> str:
-    key, value = change
-    return f"set {key}={shown(value)}"
-
-
-def _changed(recipe: Recipe, key: str, value: Any) -> Recipe:
-    section, _, name = key.partition(".")
-    inside = dataclasses.replace(getattr(recipe, section), **{name: value})
-    return checked(dataclasses.replace(recipe, **{section: inside}))
 
 
 def _fullest(stages: Sequence[StagePlan]) -> StagePlan:

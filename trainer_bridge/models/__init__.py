@@ -1,5 +1,6 @@
 """Models as FSDP2 shards, their adapters, and their files."""
 
+from trainer_bridge.models.adapters.lora import Adapters
 from trainer_bridge.models.files.checkpoint import read_values
 from trainer_bridge.models.files.export import export_checkpoint
 from trainer_bridge.models.files.moments_8bit import code_tables
@@ -9,6 +10,7 @@ from trainer_bridge.models.sharded_model import check_layout, lora_target_names
 
 __all__ = [
     "FLASH",
+    "Adapters",
     "Runtime",
     "check_layout",
     "code_tables",

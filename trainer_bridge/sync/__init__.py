@@ -2,6 +2,5 @@
 
 from trainer_bridge.sync.relay import MESSAGE_BYTES
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
-from trainer_bridge.sync.writer import scratch_for
 
-__all__ = ["MESSAGE_BYTES", "SyncReceipt", "WeightSync", "scratch_for"]
+__all__ = ["MESSAGE_BYTES", "SyncReceipt", "WeightSync"]

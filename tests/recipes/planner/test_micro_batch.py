@@ -18,7 +18,7 @@ from recipes.planner.command import plan_of
 from recipes.planner.dry_run import PlannedTrainer
 from recipes.planner.memory_plan import MemoryPlan
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
-from recipes.planner.plan_apart import plan_with_remedies
+from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import GIB, MIB, Gpu, of_device
 from recipes.planner.stage_plan import StagePlan
 from recipes.run import continue_run, start_run

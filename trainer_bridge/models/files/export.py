@@ -28,6 +28,7 @@ from trainer_bridge.models.adapters.lora import (
     adapted_params,
     base_params,
     factor_names,
+    merge_scratch,
     shard_factors,
 )
 from trainer_bridge.models.adapters.peft_format import peft_config, peft_tensors
@@ -79,8 +80,7 @@ class ShardedWeights:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        bases = {name: local_shard(adapter.weight) for name, adapter in self._adapted.items()}
-        return scratch_for(bases, bases)
+        return merge_scratch(self._adapted)
 
 
 def _open_files(model: nn.Module, config: TrainerConfig) -> CheckpointFiles | None:
