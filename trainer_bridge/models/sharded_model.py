@@ -84,16 +84,11 @@ def build_model(
         config = dataclasses.replace(config, exact=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
-    if value_head := tag == CRITIC:
-        _put_value_head(model, config)
-    else:
+    heads = {_put_value_head(model, config)} if tag == CRITIC else set[str]()
+    if not heads:
         score_in_head(model)
     if config.exact:
-        # The room `exact` needs this one, so it is imported when it is used.
-        from trainer_bridge.exact.model import define_products, make_exact
-
-        make_exact(model, config)
-        define_products(model, runtime.device, config)
+        _make_exact(model, config, runtime.device)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)
@@ -105,10 +100,9 @@ def build_model(
     if config.optimizer_offload:
         keep_fp32_gradients(model)
         return model
-    head = _output_name(model) if value_head else None
-    fill_weights(model, config, runtime, created={head} if head else set())
-    if head:
-        local_shard(dict(model.named_parameters())[head]).zero_()
+    fill_weights(model, config, runtime, created=heads)
+    for name in heads:
+        local_shard(model.get_parameter(name)).zero_()
     _start_adapters(model, config.seed)
     return model
 
@@ -229,17 +223,20 @@ def _recomputed_with_gradient(
     return (recomputed if torch.is_grad_enabled() else forward)(*args, **more)
 
 
-def _put_value_head(model: Any, config: TrainerConfig) -> None:
-    """Replace the output embedding by a value head, which is not tied to the input embedding."""
+def _make_exact(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
+    # The room `exact` needs this one, so it is imported when it is used.
+    from trainer_bridge.exact.model import define_products, make_exact
+
+    make_exact(model, config)
+    define_products(model, device, config)
+
+
+def _put_value_head(model: Any, config: TrainerConfig) -> str:
+    """Replace the output embedding by a value head, not tied to the input; return its name."""
     width = model.get_output_embeddings().in_features
-    model.set_output_embeddings(
-        nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
-    )
-
-
-def _output_name(model: Any) -> str:
-    weight = model.get_output_embeddings().weight
-    return next(name for name, param in model.named_parameters() if param is weight)
+    head = nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
+    model.set_output_embeddings(head)
+    return next(name for name, param in model.named_parameters() if param is head.weight)
 
 
 def _shard(
