@@ -198,7 +198,7 @@ BUGS = [
         "an exact trainer does not compare the library's products with their definition",
         "trainer_bridge/models/sharded_model.py",
         "trainer_bridge/exact/test_exact_products.py",
-        "    define_products(model, device, config)\n",
+        "        define_products(model, runtime.device, config)\n",
         "",
     ),
     Bug(

@@ -339,6 +339,7 @@ class TrainerConfig:
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         wide = (self.param_dtype or self.dtype) == "float32"
         exact = not self.exact or self.device == "cpu" or not wide
+        unmerged = not (self.exact and self.lora)
         half = self.param_dtype != "float16" or self.dtype == "float32"
         _check(
             self,
@@ -370,11 +371,7 @@ class TrainerConfig:
                 f"must divide exact_ranks={self.exact_ranks}",
             ),
             ("exact", self.exact in (False, True, "warn"), "use False, True or 'warn'"),
-            (
-                "exact",
-                not (self.exact and self.lora),
-                "excludes adapters, which are merged rounded",
-            ),
+            ("exact", unmerged, "excludes adapters, which are merged rounded"),
             ("exact", exact, "needs param_dtype='bfloat16' or 'float16' on a GPU"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),
         )

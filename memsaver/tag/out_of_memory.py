@@ -37,23 +37,10 @@ def shortage(
     The operation needs `needed` bytes; 0 stands for the size of the paused arenas, or else the size
     of the failed call. The message names the remedy `hint` before its own.
     """
+    if cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
+        return _without_holders(accounts, operation, cause)
     away = sum(arena.committed_when_paused for arena in arenas if arena.paused)
     needed = needed or away or cause.requested
-    if cause.code == shim.E_PAUSED:
-        return StateError(f"{operation}: the tag is paused; resume it first")
-    if cause.code == shim.E_FORKED:
-        return StateError(
-            f"{operation}: this is a forked child, where the saver is inert; make a new MemorySaver"
-        )
-    if cause.code == shim.E_RESERVATION:
-        reserved, missing = accounts.tags.reserve_bytes, format_bytes(cause.missing)
-        message = (
-            f"{operation} outgrows the {format_bytes(reserved)} of addresses reserved for each "
-            f"tag: {missing} are missing. Pass a larger reserve_bytes; nothing was changed."
-        )
-        return OutOfMemory(message, cause.requested, cause.missing, {})
-    if cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
-        return BackendError(f"{operation} failed: no host memory for the tables")
     if cause.code == shim.E_LIMIT:
         limit = accounts.backend.limit_bytes or 0
         kept = accounts.pool.held_bytes  # was available to the operation
@@ -78,3 +65,21 @@ def shortage(
         f"{advice}; nothing was changed."
     )
     return OutOfMemory(message, needed, more, everyone)
+
+
+def _without_holders(accounts: Accounts, operation: str, cause: shim.Cause) -> Exception:
+    """Return the exception for a cause that no other holder's memory would remedy."""
+    if cause.code == shim.E_PAUSED:
+        return StateError(f"{operation}: the tag is paused; resume it first")
+    if cause.code == shim.E_FORKED:
+        return StateError(
+            f"{operation}: this is a forked child, where the saver is inert; make a new MemorySaver"
+        )
+    if cause.code == shim.E_RESERVATION:
+        reserved, missing = accounts.tags.reserve_bytes, format_bytes(cause.missing)
+        message = (
+            f"{operation} outgrows the {format_bytes(reserved)} of addresses reserved for each "
+            f"tag: {missing} are missing. Pass a larger reserve_bytes; nothing was changed."
+        )
+        return OutOfMemory(message, cause.requested, cause.missing, {})
+    return BackendError(f"{operation} failed: no host memory for the tables")

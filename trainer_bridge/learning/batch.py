@@ -289,19 +289,51 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 
 
 def lay_out(
-    batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    device: torch.device,
+    size: int,
+    *,
+    packed: bool,
 ) -> MicroBatch:
     """Build the micro batch of one chunk, packed end to end or padded.
 
-    Padding is on the right, where the causal mask hides it. `rows` is a chunk of `dispatch`, called
-    with the same `size` and `packed`.
+    Padding is on the right, where the causal mask hides it. In a packed row, a filler rounds the
+    number of tokens up to a multiple of 1 / 16 of the largest chunk, or of the longest sequence if
+    that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
+    cache.
+
+    `rows` is a chunk of `dispatch`, called with the same `size` and `packed`.
     """
-    parts = [_sequence(batch, row) for row in rows]
-    if packed and (spare := _spare(batch, parts, size)):
-        rows, parts = [*rows, -1], [*parts, (_pads(spare), _pads(0))]
+    prompts = [Tokens.of(batch.prompt_ids).array(i) if i >= 0 else _pads(1) for i in rows]
+    responses = [Tokens.of(batch.response_ids).array(i) if i >= 0 else _pads(0) for i in rows]
+    if packed:
+        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
+        if spare := -sum(map(len, chain(prompts, responses))) % unit:
+            rows, prompts = [*rows, -1], [*prompts, _pads(spare)]
+            responses = [*responses, _pads(0)]
+    arrays, lengths, counts = _arrays(batch, rows, [*zip(prompts, responses, strict=True)], packed)
+    # One transfer without a wait: parameters may be reloading over the same link.
+    sent = send_together([*map(torch.from_numpy, arrays.values())], device)
+    tensors = dict(zip(arrays, sent, strict=True))
+    packing = None
+    if packed:
+        packing = Packing(lengths, tensors.pop("bounds"), tensors.pop("position_ids"))
+    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, **tensors)
+
+
+def _arrays(
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    parts: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+    packed: bool,
+) -> tuple[dict[str, NDArray[Any]], tuple[int, ...], tuple[int, ...]]:
+    """Compute a micro batch's arrays by field, the lengths of its sequences, and its counts.
+
+    `parts` are prompt and response of each row.
+    """
     lengths = tuple(len(prompt) + len(response) for prompt, response in parts)
-    values = np.concatenate([*chain.from_iterable(parts)])
-    sizes = np.array(lengths)
+    values, sizes = np.concatenate([*chain.from_iterable(parts)]), np.array(lengths)
     sequence = np.repeat(np.arange(len(sizes)), sizes)  # of each token
     place = places_of(sizes)
     shape = (1, len(values)) if packed else (len(sizes), max(lengths))
@@ -333,33 +365,7 @@ def lay_out(
     places = lengths if packed else (max(lengths),) * len(lengths)
     if (routed := _routed(batch, rows, lengths, places)) is not None:
         arrays["routed"] = routed
-    # One transfer without a wait: parameters may be reloading over the same link.
-    sent = send_together([*map(torch.from_numpy, arrays.values())], device)
-    tensors = dict(zip(arrays, sent, strict=True))
-    packing = None
-    if packed:
-        packing = Packing(lengths, tensors.pop("bounds"), tensors.pop("position_ids"))
-    return MicroBatch(rows=tuple(rows), counts=tuple(counts.tolist()), packing=packing, **tensors)
-
-
-def _sequence(batch: SequenceBatch, row: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return prompt and response of a sequence; a filler has a prompt of one token."""
-    if row < 0:
-        return _pads(1), _pads(0)
-    return Tokens.of(batch.prompt_ids).array(row), Tokens.of(batch.response_ids).array(row)
-
-
-def _spare(
-    batch: SequenceBatch, parts: Sequence[tuple[NDArray[Any], NDArray[Any]]], size: int
-) -> int:
-    """Return the tokens of the filler at the end of a packed row.
-
-    It rounds the tokens up to a multiple of 1 / 16 of the largest chunk, or of the longest sequence
-    if that is shorter. Without it, chunks of slightly different sizes would fragment the
-    allocator's cache.
-    """
-    unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
-    return -sum(map(len, chain.from_iterable(parts))) % unit
+    return arrays, lengths, tuple(counts.tolist())
 
 
 def _pads(count: int) -> NDArray[np.int64]:

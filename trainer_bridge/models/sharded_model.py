@@ -84,11 +84,16 @@ def build_model(
         config = dataclasses.replace(config, exact=False)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
-    heads = {_put_value_head(model, config)} if tag == CRITIC else set[str]()
-    if not heads:
+    if value_head := tag == CRITIC:
+        _put_value_head(model, config)
+    else:
         score_in_head(model)
     if config.exact:
-        _make_exact(model, config, runtime.device)
+        # The room `exact` needs this one, so it is imported when it is used.
+        from trainer_bridge.exact.model import define_products, make_exact
+
+        make_exact(model, config)
+        define_products(model, runtime.device, config)
     starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)
@@ -100,11 +105,18 @@ def build_model(
     if config.optimizer_offload:
         keep_fp32_gradients(model)
         return model
-    fill_weights(model, config, runtime, created=heads)
-    for name in heads:
-        local_shard(model.get_parameter(name)).zero_()
-    _start_adapters(model, config.seed)
+    _fill_new(model, config, runtime, _output_name(model) if value_head else None)
     return model
+
+
+def _fill_new(
+    model: nn.Module, config: TrainerConfig, runtime: Runtime, value_head: str | None
+) -> None:
+    """Fill the shards of a new model. A value head and B of adapters are zero."""
+    fill_weights(model, config, runtime, created={value_head} if value_head else set())
+    if value_head:
+        local_shard(dict(model.named_parameters())[value_head]).zero_()
+    _start_adapters(model, config.seed)
 
 
 def fill_weights(
@@ -223,20 +235,17 @@ def _recomputed_with_gradient(
     return (recomputed if torch.is_grad_enabled() else forward)(*args, **more)
 
 
-def _make_exact(model: nn.Module, config: TrainerConfig, device: torch.device) -> None:
-    # The room `exact` needs this one, so it is imported when it is used.
-    from trainer_bridge.exact.model import define_products, make_exact
-
-    make_exact(model, config)
-    define_products(model, device, config)
-
-
-def _put_value_head(model: Any, config: TrainerConfig) -> str:
-    """Replace the output embedding by a value head, not tied to the input; return its name."""
+def _put_value_head(model: Any, config: TrainerConfig) -> None:
+    """Replace the output embedding by a value head, which is not tied to the input embedding."""
     width = model.get_output_embeddings().in_features
-    head = nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
-    model.set_output_embeddings(head)
-    return next(name for name, param in model.named_parameters() if param is head.weight)
+    model.set_output_embeddings(
+        nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
+    )
+
+
+def _output_name(model: Any) -> str:
+    weight = model.get_output_embeddings().weight
+    return next(name for name, param in model.named_parameters() if param is weight)
 
 
 def _shard(

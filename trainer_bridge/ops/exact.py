@@ -62,16 +62,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Te
     The product is that of tensor-parallel ranks that share the inner dimension: each rounds its
     part, the first adds the bias, and the parts are added in order.
     """
-    out = _sum_of_ranks(x.reshape(-1, x.shape[-1]), weight, bias, ranks)
-    return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def _sum_of_ranks(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
     if ranks == 1:  # a chunk's gradient is a copy, also of a single chunk
-        return _product(x, weight, bias)
-    biases = bias, *[None] * (ranks - 1)
-    shares = zip(x.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
-    return add_parts(starmap(_product, shares))
+        out = _product(rows, weight, bias)
+    else:
+        biases = bias, *[None] * (ranks - 1)
+        shares = zip(rows.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
+        out = add_parts(starmap(_product, shares))
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
