@@ -86,6 +86,9 @@ class MemorySaver:
         self.backend = make_backend(device, limit_bytes)
         self._pool = PagePool(self.backend)
         self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
+        # Operations of all threads exclude each other, and so do requests of peers while they read
+        # tags. The lock is re-entrant, because operations call each other. A thread takes it before
+        # the lock of a device, never after it.
         self._lock = forkable(threading.RLock())
         self._peers = ShareServer(self.backend, self._lock, self._pool, self._arena)
         weakref.finalize(self, self._peers.close)

@@ -16,7 +16,6 @@ from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.errors import LostWorker, RecipeError, one_line, shown
 from recipes.logs.delivery import Trackers
-from recipes.logs.environment import add_nodes
 from recipes.logs.metric_rows import BULKY, of_kind
 from recipes.logs.monitor import Monitor
 from recipes.logs.run_folder import OUTSIDE, RunFolder, at_work, check_holds_run, new_folder
@@ -340,7 +339,7 @@ def _show_nodes(trainer: Any, rollout: Any, folder: RunFolder, view: View) -> No
             names = f"{nodes[actor.node]}, " if actor.node in nodes else ""
             nodes[actor.node] = names + actor.name
     if len(nodes) > 1:
-        add_nodes(folder.path, nodes)
+        folder.add_nodes(nodes)
         view.note("; ".join(f"node {node}: {names}" for node, names in nodes.items()))
 
 

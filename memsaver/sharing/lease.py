@@ -120,8 +120,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         if byte_offset < 0 or byte_offset + nbytes > self.nbytes:
             last = byte_offset + nbytes
             raise ValueError(
-                f"bytes {byte_offset}..{last} are not inside the {self.nbytes} bytes "
-                f"of {self.ticket.tag!r}"
+                f"bytes {byte_offset}..{last} are outside the {self.nbytes} of {self.ticket.tag!r}"
             )
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self._backend.device)

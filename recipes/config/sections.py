@@ -556,7 +556,7 @@ class CycleSection:
 
 @section
 class ClusterSection:
-    """The devices; `engine.tensor_parallel_size` of one kind share an engine.
+    """The devices of a run. `engine.tensor_parallel_size` devices of one kind share an engine.
 
     On a CPU, a device is one or two processes.
 

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from memsaver.system.files import replace_text
-
-ENVIRONMENT = "environment.json"
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
-
-
-def write_environment(folder: Path) -> None:
-    """Write environment.json into a run's folder."""
-    replace_text(folder / ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
-
-
-def add_nodes(folder: Path, nodes: Mapping[str, str]) -> None:
-    """Record the actors on each Ray node in environment.json."""
-    environment = json.loads((folder / ENVIRONMENT).read_text()) | {"nodes": dict(nodes)}
-    replace_text(folder / ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
 
 
 def describe_environment() -> dict[str, Any]:

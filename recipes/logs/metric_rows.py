@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
@@ -48,17 +47,6 @@ def _tell_renamed(file: Path) -> None:
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return rows as JSON, each on a line of its own."""
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def append_rows(file: Path, *rows: Mapping[str, Any]) -> None:
-    """Append rows to a file, which is no symbolic link."""
-    with open(file, "a", opener=open_itself) as stream:
-        stream.write(json_lines(rows))
-
-
-def open_itself(file: str | Path, flags: int) -> int:
-    """Open a file without following a symbolic link; for `open(opener=...)`."""
-    return os.open(file, flags | os.O_NOFOLLOW, 0o644)
 
 
 def position_of(row: Mapping[str, Any]) -> tuple[int, bool]:

@@ -157,18 +157,18 @@ def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[t
     rows without a plan or without peaks.
     """
     peaks = measured_peaks(rows)
-    cells: list[tuple[str, ...]] = []
+    compared: list[tuple[str, ...]] = []
     for entry in [entry for entry in plan.get("stages", ()) if entry["stage"] in peaks]:
         sides, measured = entry["device_bytes"], peaks[entry["stage"]]
         device = entry.get("used_bytes") or sum(sides.values())  # used_bytes include contexts
         whole = measured.get(DEVICE)
-        cells.append((entry["stage"], *_compared(device, whole)))
+        compared.append((entry["stage"], *_compared(device, whole)))
         for side, nbytes in sides.items():
-            cells.append((f"– {side}", *_compared(nbytes, measured.get(side), whole)))
-    if cells and (outside := plan.get("outside")):
+            compared.append((f"– {side}", *_compared(nbytes, measured.get(side), whole)))
+    if compared and (outside := plan.get("outside")):
         sizes = outside["assumed"], outside["measured"], plan.get("gpu_bytes")
-        cells.append(("outside of tags, at the start", *_compared(*sizes)))
-    return cells
+        compared.append(("outside of tags, at the start", *_compared(*sizes)))
+    return compared
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:

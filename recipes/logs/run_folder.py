@@ -42,19 +42,11 @@ from recipes.config.load import recipe_text
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError
 from recipes.logs.checkpoints import Checkpoints
-from recipes.logs.environment import write_environment
-from recipes.logs.metric_rows import (
-    METRICS,
-    SAMPLES,
-    Row,
-    append_rows,
-    json_lines,
-    open_itself,
-    position_of,
-    whole_rows,
-)
+from recipes.logs.environment import describe_environment
+from recipes.logs.metric_rows import METRICS, SAMPLES, Row, json_lines, position_of, whole_rows
 from recipes.loops.figures import renamed
 
+ENVIRONMENT = "environment.json"
 LOCK = ".lock"
 OUTSIDE = "outside.json"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
@@ -138,7 +130,7 @@ def at_work(path: Path) -> Iterator[None]:
             if (owner := path.stat().st_uid) != os.geteuid():
                 rule = f"belongs to user {owner}, not to {os.geteuid()}"
                 raise RecipeError(f"{path}: {rule}; give another folder; nothing was written")
-            lock = stack.enter_context(open(path / LOCK, "a", opener=open_itself))
+            lock = stack.enter_context(open(path / LOCK, "a", opener=_open_itself))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), (path / LOCK).stat()):
                 raise BlockingIOError  # The folder was removed and created again meanwhile.
@@ -149,6 +141,11 @@ def at_work(path: Path) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise RecipeError(f"{path}: {error.strerror}; give another folder") from error
         yield
+
+
+def _open_itself(file: str | Path, flags: int) -> int:
+    """Open a file without following a symbolic link; for `open(opener=...)`."""
+    return os.open(file, flags | os.O_NOFOLLOW, 0o644)
 
 
 class RunFolder:
@@ -196,7 +193,7 @@ class RunFolder:
             if (file := self.path / name).is_file():
                 rows = whole_rows(file)
                 replace_text(file, json_lines(row for row in rows if position_of(row) in kept))
-        for name in ("trace.json", "memory.png", "environment.json"):
+        for name in ("trace.json", "memory.png", ENVIRONMENT):
             file = self.path / name
             if file.exists():
                 stems = (f"{file.stem}-until-step-{step}-{n}" for n in itertools.count(1))
@@ -205,7 +202,7 @@ class RunFolder:
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))
-        write_environment(self.path)
+        self.write_json(ENVIRONMENT, describe_environment())
 
     @property
     def mismatch_dir(self) -> Path:
@@ -222,6 +219,10 @@ class RunFolder:
             self._append(SAMPLES, *samples)
         self._append(METRICS, renamed(row))
 
+    def add_nodes(self, nodes: dict[str, str]) -> None:
+        """Record the actors on each Ray node in environment.json."""
+        self.write_json(ENVIRONMENT, read_json(self.path / ENVIRONMENT) | {"nodes": nodes})
+
     def add_restart(self, **event: Any) -> None:
         """Record a restart of the run, or the replacement of a lost engine, with its cause."""
         done = self.checkpoints.done
@@ -233,8 +234,9 @@ class RunFolder:
             replace_text(self.path / name, json.dumps(values, indent=1) + "\n")
 
     def _append(self, name: str, *rows: Row) -> None:
-        with self.checkpoints.writing(name):
-            append_rows(self.path / name, *rows)
+        path = self.path / name
+        with self.checkpoints.writing(name), open(path, "a", opener=_open_itself) as file:
+            file.write(json_lines(rows))
 
     def standing(self) -> str:
         """Return the run's progress, its last checkpoint and how to continue, for a message."""

@@ -81,7 +81,7 @@ class Tracker:
         """
 
     def close(self) -> None:
-        """Write all figures and end the run."""
+        """Write all figures and end the run, which `start` has begun."""
 
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -144,8 +144,7 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text(f"samples/{samples[0]['kind']}", samples_table(samples), step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class WandbTracker(Tracker):
@@ -196,8 +195,7 @@ class WandbTracker(Tracker):
             self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
 
 
 def _off_main_thread(begin: Callable[[], Any]) -> Any:
@@ -245,8 +243,7 @@ class MlflowTracker(Tracker):
         self._library.log_text(json_lines(samples), file, run_id=self._id)
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id)
 
 
 class PrometheusTracker(Tracker):
@@ -280,9 +277,8 @@ class PrometheusTracker(Tracker):
             self._gauges.get(part, self._gauges[""]).labels(*labels).set(value)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        self._server.shutdown()
+        self._server.server_close()
 
 
 PACKAGED: dict[str, Callable[[], Tracker]] = {
@@ -310,13 +306,12 @@ def make_tracker(name: str) -> Tracker:
         RecipeError: The name is unknown, or the library is missing.
     """
     key, (kind, _, rest) = f"trackers={name}", name.partition(":")
+    make = PACKAGED.get(name)
     if kind == "prometheus" and rest.isdecimal() and 0 < int(rest) < 2**16:
-        make: Callable[[], Tracker] = partial(PrometheusTracker, int(rest))
-    elif name in PACKAGED:
-        make = PACKAGED[name]
+        make = partial(PrometheusTracker, int(rest))
     elif kind not in PACKAGED and rest.isidentifier():
-        return _custom(key, name)
-    else:
+        make = partial(_custom, key, name)
+    if make is None:
         rule = f"must be one of {', '.join(PACKAGED)}, prometheus:PORT, or my_trackers.py:function"
         raise RecipeError(f"{key}: {rule}")
     try:

@@ -85,6 +85,8 @@ class ProgressView(View):
     def __init__(self, steps: int, console: Console | None = None, quiet: float = QUIET) -> None:
         console = console or Console()
         self._steps = steps
+        # The run's thread writes these two, and the reporting thread reads them without a lock: a
+        # line may name the stage before, with the seconds of the new one, and does no harm.
         self._running, self._since = "starting", time.monotonic()
         self._closed = threading.Event()
         self._reporting = threading.Thread(target=self._report_stage, args=(quiet,), daemon=True)

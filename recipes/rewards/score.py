@@ -103,28 +103,18 @@ def score_of(result: Any, judges: bool = False) -> Score:
     """
     if result is None:
         return Score()
-    if isinstance(result, Mapping):
-        return _of_mapping(dict(result), judges)
     if hasattr(result, "reward"):
-        said = {"reward": result.reward, "correct": getattr(result, "correct", None)}
-        renamed = getattr(result, "renamed", False)
-        return _checked(said, getattr(result, "figures", {}), judges, renamed)
-    return Score(reward=as_reward(result), judges=judges)
-
-
-def _of_mapping(result: dict[Any, Any], judges: bool) -> Score:
-    key = "reward" if "reward" in result else "score"
-    if key not in result:
-        raise ValueError(f"a mapping without reward: {shown(repr(result), 60)}")
-    renamed = "exact" in result and "correct" not in result
-    correct = result.pop("exact" if renamed else "correct", None)
-    return _checked({"reward": result.pop(key), "correct": correct}, result, judges, renamed)
-
-
-def _checked(
-    said: dict[str, Any], figures: Mapping[Any, Any], judges: bool, renamed: bool
-) -> Score:
-    reward, correct = said["reward"], said["correct"]
+        correct = "exact" if getattr(result, "renamed", False) else "correct"
+        said = {"reward": result.reward, correct: getattr(result, "correct", None)}
+        result = {**getattr(result, "figures", {}), **said}
+    if not isinstance(result, Mapping):
+        return Score(reward=as_reward(result), judges=judges)
+    figures = dict(result)
+    key = "reward" if "reward" in figures else "score"
+    if key not in figures:
+        raise ValueError(f"a mapping without reward: {shown(repr(figures), 60)}")
+    renamed = "exact" in figures and "correct" not in figures
+    reward, correct = figures.pop(key), figures.pop("exact" if renamed else "correct", None)
     scalars = {str(name): _scalar(value) for name, value in figures.items()}
     return Score(
         reward=None if reward is None else as_reward(reward),

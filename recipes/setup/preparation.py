@@ -32,7 +32,7 @@ from recipes.setup.prompts import PromptFormat, encode_prompts, prompt_format, w
 from recipes.tasks import Problem, Tasks, make_tasks
 from recipes.tasks.schedule import shares_of
 from recipes.tasks.scoring import try_rewards
-from recipes.tasks.task_sources import checked, no_problem
+from recipes.tasks.task_sources import no_problem, with_problems
 from rollout.model import (
     ModelConfig,
     load_hf_config,
@@ -190,7 +190,7 @@ def encoded_tasks(
     """
     form = prompt_format(recipe.task, tokenizer, started)
     tasks = encode_prompts(tasks, form)
-    tasks = checked(tasks.separated(lambda p: p.prompt_ids.tobytes(), "tokens"), recipe.task)
+    tasks = with_problems(tasks.separated(lambda p: p.prompt_ids.tobytes(), "tokens"), recipe.task)
     if (limit := recipe.task.max_prompt_tokens) is None:
         return tasks, form
     short = without_long(tasks, limit)
@@ -314,7 +314,7 @@ def _check_packages(recipe: Recipe) -> None:
         ("model", True, "transformers", "'memsaver[models]'"),
     ):
         if needed and importlib.util.find_spec(module) is None:
-            raise RecipeError(f"{key}: it needs the package {module}; run: pip install {package}")
+            raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
 
 
 def check_functions(recipe: Recipe) -> None:

@@ -35,10 +35,10 @@ def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tas
     count = 1 + len(section.mixture)
     evaluated = tuple(map(_evaluated_only, built[count:]))
     tasks = Tasks(trained=tuple(built[:count]), evaluated=evaluated)
-    return checked(tasks.separated(lambda problem: problem.text, "prompt"), section)
+    return with_problems(tasks.separated(lambda problem: problem.text, "prompt"), section)
 
 
-def checked(tasks: Tasks, section: TaskSection) -> Tasks:
+def with_problems(tasks: Tasks, section: TaskSection) -> Tasks:
     """Return the tasks of a recipe if each set has problems on the sides that it needs.
 
     Raises:

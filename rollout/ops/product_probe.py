@@ -34,7 +34,7 @@ _MAX_ROUTERS = 1024  # rows of the largest weight that may be a router's: its pr
 
 
 def is_probed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether bits of the library's products on a device are measured, not known."""
+    """Return whether a probe must measure the bits of a device's products, which no rule gives."""
     return device.type == "cuda" and dtype != torch.float32
 
 

@@ -216,7 +216,7 @@ def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
 
 
 class RoutingRecorder:
-    """Buffer outside of every tag into which layers write the experts of a step's tokens.
+    """Buffer that receives the experts of a step's tokens from the layers; it is on no tag.
 
     CUDA graphs always write to the same addresses.
     """

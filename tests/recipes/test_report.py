@@ -14,7 +14,6 @@ import recipes
 from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.logs.environment import add_nodes
 from recipes.logs.metric_rows import whole_rows
 from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
 from recipes.logs.report_page import key_figures, measured_peaks, planned_and_measured, write_report
@@ -112,7 +111,7 @@ def test_key_figures_follow_from_the_rows(run: Path) -> None:
 
 def test_page_shows_the_nodes_of_a_run_and_the_bytes_between_them(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", recipes.load("tiny"))
-    add_nodes(folder.path, {"10.0.0.1": "trainer[0]", "10.0.0.2": "rollout[1], rollout[2]"})
+    folder.add_nodes({"10.0.0.1": "trainer[0]", "10.0.0.2": "rollout[1], rollout[2]"})
     add_step(folder, StageTrace(), 1, sync={"node_bytes": 3 << 20})
     assert main(["report", str(tmp_path / "run")]) == 0
     page = Page(tmp_path / "run/report.html")

@@ -316,9 +316,7 @@ def test_optimizer_without_its_package_is_refused_in_one_line(
     assert main([command, "tiny", "trainer.optimizer=adamw_8bit", *words]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and not [*tmp_path.iterdir()]
-    assert (
-        "trainer.optimizer=adamw_8bit: it needs the package bitsandbytes; run: pip install" in line
-    )
+    assert "trainer.optimizer=adamw_8bit: needs the package bitsandbytes; run: pip install" in line
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, abort_all, 
 
 
 class PageAlias:
-    """The pages of one tag, which the engines of a sync serve; all ranks call it together.
+    """Pages of one tag that the engines of a sync serve. Its methods are collective calls.
 
     The parameters are laid out on the tag as in `layout`. An engine whose weights have another
     layout refuses the pages. `sync` copies whole parameters to engines on the saver's device.

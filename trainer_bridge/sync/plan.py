@@ -21,7 +21,7 @@ from memsaver.system.devices import machine_of
 from rollout.model import Stored, spellings
 from rollout.weights import ArenaBox, Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.shards import Box, Held, Ints, SourceShard, cover, difference, holders
+from trainer_bridge.sync.shards import Box, Held, Ints, SourceShard, cover, difference, held_boxes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +185,7 @@ def _parameters(shards: Iterable[SourceShard]) -> dict[str, _Parameter]:
     for name in sorted(parts):
         kind = frozenset(parts[name])
         if kind not in kinds:
-            kinds[kind] = _Parameter(next(iter(kind)).global_shape, holders(name, kind))
+            kinds[kind] = _Parameter(next(iter(kind)).global_shape, held_boxes(name, kind))
         params[name] = kinds[kind]
     return params
 

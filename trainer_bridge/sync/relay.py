@@ -39,7 +39,7 @@ from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.agree import Agreement, group_backend
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import Ints
-from trainer_bridge.sync.writer import LowRank, Writer, copy_rows
+from trainer_bridge.sync.writer import LowRank, Writer, rows_of_copy
 
 MESSAGE_BYTES = 64 << 20
 _ALIGNMENT = 16  # bytes; where boxes of a message begin, so that kernels copy whole vectors
@@ -236,7 +236,7 @@ class Message(NamedTuple):
         for copy, at in self.copies:
             whole = replace(copy, start=(0,) * len(copy.shape))
             packed = stage[at : at + copy.nbytes].view(copy.torch_dtype).view(copy.shape)
-            rows.append(copy_rows(whole, packed))
+            rows.append(rows_of_copy(whole, packed))
         return RowCopies(rows, stage.device)
 
 

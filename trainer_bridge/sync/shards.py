@@ -77,7 +77,7 @@ Held = tuple[tuple[Box, Ints], ...]
 """Disjoint boxes of one parameter, each with the ranks that hold it."""
 
 
-def holders(name: str, shards: Iterable[SourceShard]) -> Held:
+def held_boxes(name: str, shards: Iterable[SourceShard]) -> Held:
     """Return the boxes of one parameter, with the ranks that hold each.
 
     Empty shards and duplicates are allowed. Shards with different global shapes, or that overlap

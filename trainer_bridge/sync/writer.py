@@ -71,7 +71,7 @@ def _stored(param: Tensor) -> Tensor:
     return stored.detach() if stored.requires_grad else stored
 
 
-def copy_rows(copy: Copy, source: Tensor) -> Rows:
+def rows_of_copy(copy: Copy, source: Tensor) -> Rows:
     """Convert a copy to rows of `source`, which has any strides and the box at `copy.start`."""
     return box_rows(
         copy.shape,
@@ -229,7 +229,7 @@ class Writer:
             if copy.name in derived:
                 computed[copy.name].append(copy)
             else:
-                rows.append(copy_rows(copy, sources[copy.name]))
+                rows.append(rows_of_copy(copy, sources[copy.name]))
         device = scratch.device
         self._tables = {target: RowCopies(rows, device) for target, rows in plain.items()}
         steps = (self._steps_of(name, parts) for name, parts in computed.items())
@@ -283,7 +283,7 @@ class Writer:
             if begin < end:
                 part = copy.part(0, begin - copy.start[0], end - begin)
                 part = replace(part, start=(begin - first, *copy.start[1:]))
-                rows[copy.target].append(copy_rows(part, source))
+                rows[copy.target].append(rows_of_copy(part, source))
         return {target: RowCopies(parts, source.device) for target, parts in rows.items()}
 
     def _start_remote(self, target: int, pages: Tensor) -> None:

@@ -158,7 +158,7 @@ def fake_runs(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("recipes.run.prepare", prepare_again)
         patch.setattr("recipes.run.open_pair", fake_pair)
-        patch.setattr("recipes.logs.environment.describe_environment", dict)
+        patch.setattr("recipes.logs.run_folder.describe_environment", dict)
         yield
 
 

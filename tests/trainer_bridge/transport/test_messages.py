@@ -14,7 +14,7 @@ from memsaver.ops.rows import RowCopies
 from rollout.weights.update import write_boxes
 from trainer_bridge.sync.plan import Copy
 from trainer_bridge.sync.relay import messages
-from trainer_bridge.sync.writer import copy_rows, scratch_for
+from trainer_bridge.sync.writer import rows_of_copy, scratch_for
 
 
 @st.composite
@@ -56,7 +56,7 @@ def test_messages_are_bounded_and_write_the_same_bytes_as_copies(
     )
     digest, stage = 0, torch.zeros(10_000, dtype=torch.uint8)
     for copy in given_copies:
-        table = RowCopies([copy_rows(copy, sources[copy.name])], stage.device)
+        table = RowCopies([rows_of_copy(copy, sources[copy.name])], stage.device)
         digest += table.run(expected[copy.target])
     packed = messages(given_copies, limit)
     for message in packed:

@@ -12,7 +12,7 @@ from trainer_bridge.adoption.verl.in_place_sync import (
     VerlSync,
     WorkerHandle,
     check_supported,
-    refused,
+    refused_settings,
 )
 from trainer_bridge.adoption.verl.names import ENGINE_ROLLOUT, engine_pair
 
@@ -61,7 +61,7 @@ class EngineRollout(VerlSync, BaseRollout):
 def unsupported(config: Any, model_config: Any) -> dict[str, tuple[Any, Any]]:
     """Return (value, needed value) of the settings that the engine does not support."""
     mtp = config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout
-    return refused(config, model_config) | {
+    return refused_settings(config, model_config) | {
         "model.mtp.enable_rollout": (bool(mtp), False),
         "rollout.data_parallel_size": (config.data_parallel_size, 1),
         "rollout.enable_rollout_routing_replay": (config.enable_rollout_routing_replay, False),

@@ -10,7 +10,7 @@ from trainer_bridge.adoption.verl.in_place_sync import (
     VerlSync,
     WorkerHandle,
     check_supported,
-    refused,
+    refused_settings,
 )
 
 
@@ -23,7 +23,7 @@ class InPlaceRollout(VerlSync, ServerAdapter):
         A ValueError names a setting of verl with which weights cannot be synced in place.
         """
         super().__init__(config, model_config, *args, **kwargs)
-        settings = refused(self.config, self.model_config)
+        settings = refused_settings(self.config, self.model_config)
         settings["rollout.enable_sleep_mode"] = (self.config.enable_sleep_mode, True)
         check_supported(settings, "in-place sync")
         self._handle = WorkerHandle(self.zmq_handle, "vLLM's worker")

@@ -172,7 +172,7 @@ class VerlSync:
 
         Args:
             weights: Weights of a `UngatheredEngine`.
-            global_steps: Number of the weights; None: the last number.
+            global_steps: Version of the weights; None: the last version again.
             **kwargs: Ignored: settings of adapters, which are refused.
 
         Raises:
@@ -230,7 +230,7 @@ class VerlSync:
         return self._sync
 
 
-def refused(config: Any, model_config: Any) -> dict[str, tuple[Any, Any]]:
+def refused_settings(config: Any, model_config: Any) -> dict[str, tuple[Any, Any]]:
     """Return (value, needed value) of the settings with which no sync in place is possible."""
     return {
         "model.lora_rank": (model_config.lora_rank or model_config.lora.get("rank", 0), 0),
