@@ -18,7 +18,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.ray_cluster import SETTINGS, SIDES, until
+from tests.helpers.ray_cluster import SETTINGS, until
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HEAD = f"{ADDRESSES[0]}:6379"
@@ -105,7 +104,6 @@ class Nodes:
 
     def restart_far(self) -> None:
         """Start the second node again, which has been lost; Ray's agents may be left of it."""
-        self._ip([], "link set near up")
         self.kill_far()
         until(lambda: ADDRESSES[1] not in self.alive())
         self._start(1)
@@ -138,27 +136,18 @@ class Nodes:
                 if process.pid != os.getpid():
                     process.send_signal(signal.SIGKILL)
 
-    def cut(self) -> None:
-        """Take the second node's network away."""
-        self._ip([], "link set near down")
-
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the second node."""
-        return [process for process, _ in self._in_network(self._cable.pid)]
+        return self._in_network(self._cable.pid)
 
-    def sides(self) -> list[str]:
-        """Return the names of all processes of trainers and engines on both nodes."""
-        both = chain(self._in_network(self._cable.pid), self._in_network(os.getpid()))
-        return [name for _, name in both if name.startswith(SIDES)]
-
-    def _in_network(self, pid: int) -> list[tuple[psutil.Process, str]]:
-        """Return the processes, except for the cable, in a process's network, and their names."""
+    def _in_network(self, pid: int) -> list[psutil.Process]:
+        """Return the processes, except for the cable, in a process's network."""
         network, found = _network(pid), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):  # it may end meanwhile
                 runs = process.status() != psutil.STATUS_ZOMBIE and process.pid != self._cable.pid
                 if runs and _network(process.pid) == network:
-                    found.append((process, process.name()))
+                    found.append(process)
         return found
 
     def end(self) -> None:
@@ -166,7 +155,7 @@ class Nodes:
 
         ray.shutdown()
         self.kill_far()
-        self._kill(process for process, _ in self._in_network(os.getpid()))
+        self._kill(self._in_network(os.getpid()))
         for node in self._nodes.values():
             node.wait(30)
         self._cable.kill()

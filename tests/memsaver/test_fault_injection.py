@@ -359,8 +359,8 @@ def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: 
     held = family_bytes(device)
     fds = settled_fds()
     hits = 0
-    for _ in range(rounds(40, 4000)):
-        if hits == rounds(8, 1000):
+    for _ in range(rounds(24, 4000)):
+        if hits == rounds(4, 1000):
             break
         world = World(device, tmp_path)
         before(world)
@@ -368,7 +368,7 @@ def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: 
             hits += 1
             world.settle()
         world.end()
-    assert hits >= rounds(5, 1000)
+    assert hits >= rounds(2, 1000)
     del world
     gc.collect()
     until(lambda: open_fds() <= fds + 2)

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from multiprocessing.connection import Connection
+
 import pytest
 
-from tests.helpers.memsaver.savers import python
+from tests.helpers.peers import Peer
+
+
+def _speak(pipe: Connection, code: str) -> None:
+    lines = list[str]()
+    exec(code, {"print": lambda *words: lines.append(" ".join(map(str, words)))})
+    pipe.send("\n".join(lines))
+
+
+def said(code: str) -> str:
+    """Return what code prints in a process of its own."""
+    peer = Peer(_speak, START + code)
+    text = str(peer.hear())
+    peer.bury()
+    return text
+
 
 START = """
 import os, resource, psutil, torch, memsaver
@@ -60,7 +77,7 @@ except MemoryError as error:
     ],
 )
 def test_limit_is_named_with_its_remedy(code: str, words: tuple[str, ...]) -> None:
-    message = python(START + code)
+    message = said(code)
     assert all(word in message for word in words), message
     assert "max_map_count" not in message and "free memory of the holders" not in message
 
@@ -81,4 +98,4 @@ print(int(kept.sum()) == 3 << 23)
 
 
 def test_pause_needs_no_descriptor() -> None:
-    assert python(START + PAUSES).split() == ["True"] * 4
+    assert said(PAUSES).split() == ["True"] * 4

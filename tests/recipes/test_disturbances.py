@@ -166,7 +166,7 @@ def test_run_disturbed_at_any_moments_ends_as_an_undisturbed_run(
     expected = outcome(alone)
     assert expected["best"] == ("step_8\n" if patience == PATIENT else "step_2\n")
     first, draw = range(1, events + 1), random.Random(f"{patience}/{kind}")
-    for number, moment in enumerate(draw.sample(first, rounds(2, events))):
+    for number, moment in enumerate(draw.sample(first, rounds(1, events))):
         folder = tmp_path / str(number)
         moments = [moment, *(draw.choice(first) for _ in range(draw.randrange(3)))]
         disturbed(folder, patience, kind, moments)

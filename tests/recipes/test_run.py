@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import shutil
 import signal
@@ -22,9 +21,7 @@ import transformers
 from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.config.load import load
-from recipes.errors import RunError
 from recipes.logs.checkpoints import Checkpoints
-from recipes.loops.evaluation import Evaluation, evaluate
 from recipes.run import continue_run, start_run
 from tests.helpers.peers import Peer
 from tests.helpers.ray_cluster import until
@@ -185,23 +182,6 @@ def test_resident_tags_stay_and_change_no_number(
     assert load(folder / "recipe.yaml") == load("tiny", [*SMALL, *words])
 
 
-def test_unsharded_parameters_kept_over_four_micro_batches_change_no_number(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, update = list[bool](), Trainer.update_actor
-
-    def watched(self: Trainer, batch: Any) -> dict[str, float]:
-        kept.append(self.config.keep_unsharded)
-        return update(self, batch)
-
-    monkeypatch.setattr(Trainer, "update_actor", watched)
-    words = [*SMALL, "steps=1", "eval.every=0", "trainer.micro_batch_size=8"]
-    folders = [
-        make_run("tiny", *words, f"trainer.keep_unsharded={keep}") for keep in ("true", "auto")
-    ]
-    assert kept == [True, False] and same_rows(*folders)
-
-
 def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     straight: Path,
     tmp_path: Path,
@@ -228,48 +208,6 @@ def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     with without_pictures():
         continue_run(folder)
     assert same_rows(folder, straight)
-
-
-def test_run_killed_in_its_last_evaluation_resumes_with_it(
-    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
-) -> None:
-    folder, calls = tmp_path / "run", itertools.count(1)
-
-    def die_in_the_last(*sides: Any) -> Evaluation:
-        # Evaluations follow 0, 2, 4 and 5 updates.
-        if next(calls) == 4:
-            raise KeyboardInterrupt
-        return evaluate(*sides)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("recipes.loops.loop.evaluate", die_in_the_last)
-        with pytest.raises(KeyboardInterrupt) as ended:
-            start_run("tiny", [*SMALL, "steps=5"], folder)
-    (note,) = ended.value.__notes__
-    assert note.startswith("in the last evaluation; checkpoint of step 5 saved; continue with: ")
-    continue_run(folder)
-    assert same_rows(folder, straight)
-
-
-def test_rates_of_a_run_resumed_in_its_warm_up_follow_the_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
-) -> None:
-    folder, update = tmp_path / "run", Trainer.update_actor
-
-    def fail_in_the_second(trainer: Trainer, batch: Any) -> Any:
-        if trainer.step == 1:
-            raise OSError("no")
-        return update(trainer, batch)
-
-    words = ["trainer.schedule=cosine", "trainer.warmup_steps=2", "trainer.final_rate=0.1"]
-    words += ["loop.prompts_per_step=1", "loop.samples_per_prompt=2", "eval.every=0", "steps=4"]
-    with monkeypatch.context() as patch, pytest.raises(RunError):
-        patch.setattr(Trainer, "update_actor", fail_in_the_second)
-        start_run("tiny", [*words, "checkpoint.every=1"], folder)
-    continue_run(folder)
-    rate = load("tiny").trainer.learning_rate
-    expected = [rate / 3, rate * 2 / 3, rate, rate * (1 + 0.1) / 2]
-    assert [row["learning_rate"] for row in rows(folder, "train")] == pytest.approx(expected)
 
 
 def test_resume_refuses_changed_problems_and_changed_initial_weights(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -20,15 +18,13 @@ from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.weights import Manifest
 from tests.helpers.case_selection import some
-from tests.helpers.memory import family_bytes, memory_maps, settled_fds
+from tests.helpers.memory import family_bytes
 from tests.helpers.memsaver.savers import driver_calls
-from tests.helpers.peers import Gone, Peer
+from tests.helpers.peers import Peer
 from tests.helpers.rollout.answers import ids
-from tests.helpers.trainer_bridge.engines import PipedEngine
 from tests.helpers.trainer_bridge.layouts import manifest, piece
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
-from trainer_bridge.sync import relay
 from trainer_bridge.sync.alias import byte_offsets
 
 ENGINE = {"kv_tokens": 512, "page_size": 16}
@@ -133,44 +129,6 @@ def test_handed_over_memory_is_not_created_by_the_driver(
     assert created[0] - created[1] >= 4 * params, "two of three rounds hand over in both directions"
 
 
-def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the messages below the logger `memsaver`.
-
-    Others, as asyncio's on garbage of an earlier test, arrive at any time.
-    """
-    return [record.message for record in caplog.records if record.name.startswith("memsaver")]
-
-
-@pytest.mark.parametrize("shadow", [False, True])
-def test_sync_by_handle_writes_the_same_as_by_mapped_pages(
-    shadow: bool,
-    model_path: str,
-    make_trainer: Callable[..., Trainer],
-    device: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trainer = make_trainer(model_path, device=device)
-    with contextlib.closing(MemorySaver(device=device)) as saver:
-        engine = Engine.from_pretrained(model_path, device=device, saver=saver, **ENGINE)
-        with caplog.at_level(logging.WARNING, "memsaver"):
-            trainer.connect([engine])
-            assert not warnings_of_ours(caplog)
-            mapped = trainer.sync_weights(1, shadow=shadow)
-            before = tokens_of(engine)
-            monkeypatch.setattr(relay, "obstacle", lambda place, target: "it is far")
-            trainer.connect([engine])
-        expected = ["weight sync by messages for rank->target 0->0: it is far"]
-        assert warnings_of_ours(caplog) == expected
-        if not shadow:
-            engine.sleep(2)
-            engine.wake_up()
-        receipt = trainer.sync_weights(2, shadow=shadow)
-        assert (receipt.digests, receipt.nbytes) == (mapped.digests, mapped.nbytes)
-        assert tokens_of(engine) == before
-        del engine
-
-
 def modules(pipe: Connection) -> None:
     importlib.import_module("trainer_bridge.coordinator")
     importlib.import_module("trainer_bridge.trainer")
@@ -258,19 +216,6 @@ def test_aliased_weights_are_on_the_device_once(device: str, model_path: str) ->
         assert device != "cpu" or family_bytes(device) == held
         assert pointers == [engine.store.tensor(name).data_ptr() for name in names]
         assert trainer.report().backup_bytes == engine.report().backup_bytes == 0
-
-
-def test_many_aliased_rounds_leak_nothing(model_path: str) -> None:
-    with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
-        resting = []
-        for version in range(60):
-            trainer.alias_weights(version)
-            engine.sleep(level=2)
-            if version in (9, 59):
-                resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
-        first, last = resting
-        # A leak per round would add 50.
-        assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]
 
 
 def test_aliased_parameters_cannot_be_changed_or_offloaded(
@@ -437,34 +382,3 @@ def test_byte_offsets_lists_all_parameters_that_do_not_fit() -> None:
 
 
 # ---------------------------------------------------------------- an engine that dies
-
-
-def test_alias_ends_when_its_engine_dies(
-    device: str, model_path: str, make_trainer: Callable[..., Trainer]
-) -> None:
-    engines = [PipedEngine(model_path, device, **ENGINE) for _ in range(2)]
-    try:
-        trainer = make_trainer(
-            model_path, device=device, layout=engines[0].weight_layout().manifest
-        )
-        trainer.connect(engines)
-        trainer.alias_weights(1)
-        for engine in engines:
-            engine.wake_up()
-        first, second = map(tokens_of, engines)
-        assert first == second
-        engines[0].peer.kill()
-        assert engines[0].peer.dies_within(10)
-        with pytest.raises(LeaseError, match=f"'params' by process {engines[1].peer.pid}"):
-            trainer.offload("params")
-        with pytest.raises((Gone, BrokenPipeError)):
-            trainer.alias_weights(2)
-        assert tokens_of(engines[1]) == first, "an engine that was not called was disturbed"
-        engines[1].sleep(level=2)
-        trainer.offload("params")
-        trainer.reload("params")
-        trainer.connect(engines[1:])
-        assert trainer.alias_weights(3).version == 3
-    finally:
-        for engine in engines:
-            engine.peer.bury()

@@ -65,23 +65,6 @@ def test_parameter_with_new_view_of_its_memory_is_served_as_it_reads(
     assert serves(engine, params)
 
 
-def test_parameters_with_strides_are_served(device: str, tmp_path: Path) -> None:
-    """Use strides of columns, of rows in a wider tensor, and of every second element."""
-    params = params_of(tmp_path, device)
-    wide = "model.layers.0.mlp.up_proj.weight"
-    for name, param in params.items():
-        if name == wide:
-            param.data = torch.cat([param.data, param.data], 1)[:, : param.shape[1]]
-        elif param.ndim == 2:
-            param.data = param.data.t().contiguous().t()
-        else:
-            param.data = param.data.repeat_interleave(2)[::2]
-        assert not param.is_contiguous()
-    engine = engine_of(str(tmp_path), device)
-    module_sync(params, [engine]).sync(1)
-    assert serves(engine, params)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,17 +120,6 @@ def test_parameter_with_new_sharding_is_refused_by_name(
     params["w"] = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"w is .*Replicate.*, and was whole .*; connect again"):
         shards.tensors()
-
-
-def test_parameter_replaced_in_its_module_is_synced(tmp_path: Path) -> None:
-    model = build_tiny("llama", vocab_size=64)
-    model.save_pretrained(tmp_path)
-    engine = engine_of(str(tmp_path), "cpu")
-    sync = module_sync(model, [engine])
-    sync.sync(1)
-    model.model.norm.weight = nn.Parameter(torch.full_like(model.model.norm.weight, 3.0))
-    sync.sync(2)
-    assert float(engine.store.tensor("model.norm.weight").min()) == 3.0
 
 
 def deepseek(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Any]:

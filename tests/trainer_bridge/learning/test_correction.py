@@ -1,20 +1,15 @@
-"""Importance corrections against their definitions, token by token in fp64, and against verl."""
+"""Importance corrections against their definitions, token by token in fp64."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.helpers.trainer_bridge.rival_losses import VERL, verl_corrections
 from trainer_bridge import Correction, CorrectionConfig, correct
 
 LEVELS, HOWS = ("token", "sequence", "geometric"), ("truncate", "mask")
@@ -155,56 +150,6 @@ def test_order_of_the_answers_changes_nothing_but_their_order(
     parts = np.split(first.weights, ends[:-1])
     assert np.concatenate([parts[i] for i in order]).tolist() == second.weights.tolist()
     assert second.figures == pytest.approx(first.figures, rel=1e-12, abs=1e-13)
-
-
-def verls_keeps(
-    padded: Tensor, mask: Tensor, reject: str | None, limit: float | None
-) -> Sequence[bool]:
-    """Reject by verl, whose limits are ratios for k1, and k1^2 / 2 for the largest k1."""
-    if reject is None or limit is None:
-        return [True] * len(padded)
-    name, threshold = {
-        "mean_k1": ("seq_mean_k1", f"{math.exp(-limit)}_{math.exp(limit)}"),
-        "max_k1": ("seq_max_k2", limit**2 / 2),
-        "mean_k3": ("seq_mean_k3", limit),
-        "max_k3": ("seq_max_k3", limit),
-    }[reject]
-    kept, _ = verl_corrections()["compute_rollout_rejection_mask"](padded, mask, name, threshold)
-    return kept.any(1).tolist()
-
-
-@pytest.mark.skipif(VERL.may_skip, reason="verl is not installed")
-@settings(max_examples=100, deadline=None)
-@given(
-    ratios=st.lists(st.lists(ratio, min_size=1, max_size=6), min_size=1, max_size=6),
-    config=configs.filter(lambda c: c.veto is None and c.level != "geometric" and c.low > 0),
-)
-def test_weights_rejections_and_figures_are_those_of_verl(
-    ratios: Answers, config: CorrectionConfig
-) -> None:
-    """Run verl in fp64. It adds 1e-8 to the mean of the weights and to the number of tokens."""
-    unrejected = corrected(ratios, replace(config, reject=None, reject_above=None))
-    if near_bound(ratios, config) or not unrejected.weights.any():  # there verl divides by 0
-        return
-    width = max(map(len, ratios))
-    padded = torch.tensor([row + [0.0] * (width - len(row)) for row in ratios], dtype=torch.float64)
-    mask = torch.tensor([[1.0] * len(row) + [0.0] * (width - len(row)) for row in ratios]).double()
-    bounds = config.high if config.how == "truncate" else f"{config.low}_{config.high}"
-    weights, figures = verl_corrections()["compute_rollout_correction_weights"](
-        padded, mask, config.level, bounds
-    )
-    assert unrejected.weights == pytest.approx(weights[mask.bool()].numpy(), rel=1e-12, abs=0)
-    assert unrejected.figures["effective_sample_size"] == pytest.approx(
-        figures["rollout_is_eff_sample_size"],
-        rel=1e-7 + 3e-8 / float(unrejected.weights.mean()),
-    )
-    result = corrected(ratios, config)
-    assert result.kept == verls_keeps(padded, mask, config.reject, config.reject_above)
-    if float(padded.abs().max()) < 20:  # it does not limit these
-        metrics = verl_corrections()["compute_offpolicy_metrics"]
-        theirs = metrics(padded, torch.zeros_like(padded), mask)
-        assert result.figures["mismatch_k1"] == pytest.approx(theirs["kl"], rel=1e-7, abs=1e-12)
-        assert result.figures["mismatch_k3"] == pytest.approx(theirs["k3_kl"], rel=1e-7, abs=1e-12)
 
 
 def test_equal_probabilities_give_weights_of_1_and_nothing_is_cut() -> None:

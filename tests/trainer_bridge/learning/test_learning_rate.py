@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import LambdaLR, LinearLR
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
@@ -87,15 +87,6 @@ def test_rates_equal_those_of_transformers_schedulers(schedule: Schedule) -> Non
         expected = scheduled(lambda o: cosine(o, warmup, updates, min_lr_rate=final), updates + 1)
     assert expected[0] == 0
     assert rates(begun(schedule)) == pytest.approx(expected[1:], rel=0, abs=ROUNDED)
-
-
-@pytest.mark.parametrize("final", [0.0, 0.25])
-def test_linear_rates_equal_those_of_torchs_linear_lr(final: float) -> None:
-    count = 9
-    rate = begun(Schedule(kind="linear", updates=count, final_rate=final))
-    expected = scheduled(lambda o: LinearLR(o, 1.0, final, count), count + 1)  # type: ignore[arg-type, return-value]
-    # LinearLR computes each rate from the one before it, so the roundings add up.
-    assert rates(rate) == pytest.approx(expected, rel=0, abs=ROUNDED * count)
 
 
 @settings(max_examples=200)

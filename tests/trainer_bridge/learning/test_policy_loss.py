@@ -1,4 +1,4 @@
-"""The policy's loss and its gradient against fp64 by definition, verl and TRL.
+"""The policy's loss and its gradient against fp64 by definition.
 
 The model is a table of logits, one row for each preceding token, so that passes over micro batches
 cost nothing. Losses of a trainer on two ranks are in `test_two_ranks.py`.
@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.case_selection import some
-from tests.helpers.rollout.package_names import Wheel
 from tests.helpers.trainer_bridge.models import as_sampled, make_batch, reference, write_model
 from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
-from tests.helpers.trainer_bridge.rival_losses import TRL, VERL, trl_loss, verl_loss
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,
@@ -364,42 +362,6 @@ def test_gspo_has_the_gradient_of_clipped_sequence_ratios() -> None:
     ):
         torch.testing.assert_close(got, wanted)
     assert_matches_definition(loss, batch, table, (2, True, 1))
-
-
-def shared_losses(name: str) -> list[PolicyLoss]:
-    """Return losses that verl or TRL computes by the same definition."""
-    losses = []
-    for kind, aggregation, kl in product(KINDS, AGGREGATIONS, KLS):
-        loss = PolicyLoss(
-            **kind, **kl, aggregation=aggregation, max_tokens=9, clip_low=0.1, clip_high=0.3
-        )
-        if name == "verl" and (loss.kind != "gspo" or loss.dual_clip is None):
-            losses.append(dataclasses.replace(loss, entropy_coef=0.2))
-        elif name == "trl" and loss.kl_estimator == "k3":
-            token = loss.aggregation == "token"
-            loss = dataclasses.replace(loss, entropy_coef=0.2 * token)
-            if loss.kind != "cispo":
-                losses.append(loss)
-            elif token:
-                losses.append(dataclasses.replace(loss, clip_low=1.0))
-    return losses
-
-
-@pytest.mark.parametrize(("name", "wheel"), [("verl", VERL), ("trl", TRL)])
-def test_definition_is_that_of_verl_and_trl(name: str, wheel: Wheel) -> None:
-    """Compare values and gradients of `by_definition` with those of the packages, in fp64."""
-    if wheel.may_skip:
-        pytest.skip(f"needs the sources of {name}")
-    theirs = {"verl": verl_loss, "trl": trl_loss}[name]
-    table, batch = draw(0, per_token=name == "verl")
-    for loss in shared_losses(name):
-        wide = table.double().requires_grad_()
-        a = arrays(batch, wide)
-        losses = by_definition(loss, a), theirs(loss, *a[:6])
-        (own, other) = (torch.autograd.grad(x, wide, retain_graph=True)[0] for x in losses)
-        # verl adds 1e-8 to the number of tokens of an answer.
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-7, atol=1e-8, msg=str(loss))
-        torch.testing.assert_close(own, other, rtol=1e-7, atol=1e-8, msg=str(loss))
 
 
 def test_expectations_of_kl_estimates_are_the_divergence_or_its_gradient() -> None:
