@@ -32,14 +32,7 @@ from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.policy_sync import PolicySync
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.weight_sync import SyncReceipt
-from trainer_bridge.tag_names import (
-    ADAPTERS,
-    CRITIC,
-    CRITIC_OPTIM,
-    OPTIM,
-    PARAMS,
-    REFERENCE,
-)
+from trainer_bridge.tag_names import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
 from trainer_bridge.trainer_files import TrainerFiles
 
 
@@ -155,7 +148,7 @@ class Trainer(SaverSide):
             raise ValueError(f"compute_log_prob(base=True) {rule}")
         self._require("compute_log_prob", PARAMS, prefetching=True)
         with without_adapters(self.model) if base else contextlib.nullcontext():
-            return self.policy.log_probs("compute_log_prob", batch)
+            return self.policy.score("compute_log_prob", batch)
 
     def compute_ref_log_prob(self, batch: SequenceBatch) -> Tokens:
         """Compute the reference's log-probability of every response token.
@@ -176,7 +169,7 @@ class Trainer(SaverSide):
         if self.config.lora is not None and self.config.reference:
             return self.compute_log_prob(batch, base=True)
         reference = self._reference("compute_ref_log_prob", REFERENCE)
-        return reference.log_probs("compute_ref_log_prob", batch)
+        return reference.score("compute_ref_log_prob", batch)
 
     def refresh_reference(self) -> None:
         """Copy the policy's parameters into the reference, rounded to the dtype of forward.
@@ -216,7 +209,7 @@ class Trainer(SaverSide):
             StateError: The trainer has no critic, or the tag is offloaded.
             FloatingPointError: A value is not finite.
         """
-        return self._critic("compute_values", CRITIC).compute_values(batch)
+        return self._critic("compute_values", CRITIC).score("compute_values", batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
         """Run one AdamW step of the critic; see `Critic.update`.

@@ -24,11 +24,7 @@ class TrainerFiles:
     """
 
     def __init__(
-        self,
-        models: Sequence[Model],
-        adapters: Adapters | None,
-        runtime: Runtime,
-        began_with: str,
+        self, models: Sequence[Model], adapters: Adapters | None, runtime: Runtime, began_with: str
     ) -> None:
         """Take the models, the policy first; `began_with` is the digest of its first weights."""
         self._models, self._runtime, self._began_with = models, runtime, began_with

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from trainer_bridge.fsdp_internals import run_backward
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
-from trainer_bridge.learning.tokens import Tokens
 from trainer_bridge.learning.trainer_model import Model, token_logits
 
 
@@ -18,13 +17,9 @@ class Critic(Model):
     the response before it, but not the token itself.
     """
 
-    def compute_values(self, batch: SequenceBatch) -> Tokens:
-        """Compute fp32 values, one per response token of each sequence.
-
-        Raises:
-            FloatingPointError: A value is not finite.
-        """
-        return self.score("compute_values", batch, self._values)
+    def scores(self, batch: SequenceBatch, micro: MicroBatch) -> Tensor:
+        """Compute values of a micro batch."""
+        return token_logits(self.module, micro).squeeze(-1).float()
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
         """Run one AdamW step on the clipped squared error to `returns`.
@@ -45,15 +40,12 @@ class Critic(Model):
         figures = {"value_loss": loss, "value_clip_fraction": clipped}
         return figures | {f"critic_{name}": value for name, value in taken.items()}
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        return token_logits(self.module, micro).squeeze(-1).float()
-
     def _gradient(self, batch: SequenceBatch, scale: float, micro: MicroBatch) -> list[Tensor]:
         """Add `scale` times the micro batch's gradient; return its sums of loss and clips."""
         assert self.config.critic is not None
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
         limit = self.config.critic.value_clip
-        loss, clipped = value_clip(self._values(micro), old, returns, limit)
+        loss, clipped = value_clip(self.scores(batch, micro), old, returns, limit)
         # FSDP divides the gradients by the number of ranks.
         factor = scale * self._runtime.world / batch.num_tokens
         run_backward(self.module, loss * factor)

@@ -21,14 +21,10 @@ from trainer_bridge.ops.token_scores import ScoringHead, logit_scores
 class Policy(Model):
     """A language model; the policy that a trainer trains, or its frozen reference."""
 
-    def log_probs(self, method: str, batch: SequenceBatch) -> Tokens:
-        """Compute the log-probability of every response token; errors name `method`."""
-
-        def score(micro: MicroBatch) -> Tensor:
-            with replay(self.module, micro.routed):
-                return micro_logprobs(self.module, micro, batch.temperature)[0]
-
-        return self.score(method, batch, score)
+    def scores(self, batch: SequenceBatch, micro: MicroBatch) -> Tensor:
+        """Compute log-probabilities of a micro batch."""
+        with replay(self.module, micro.routed):
+            return micro_logprobs(self.module, micro, batch.temperature)[0]
 
     def update(
         self, batch: SequenceBatch, check: Callable[[Tokens], dict[str, float]]

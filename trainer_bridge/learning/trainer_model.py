@@ -52,7 +52,8 @@ class TokenValues:
 class Model:
     """A module, and what updates it; owned by a trainer, which has up to three.
 
-    Scores and updates are collective calls: every rank passes the whole batch.
+    A subclass says what a score is. Scores and updates are collective calls: every rank passes the
+    whole batch.
 
     Attributes:
         module: Module, sharded by FSDP2.
@@ -61,7 +62,10 @@ class Model:
         step: Number of updates that the parameters have had.
         rate: Learning rate over the updates.
         loss_scale: Scale of the loss, which float16 needs.
+        scores: Computes fp32 scores [N] of the response tokens of a micro batch.
     """
+
+    scores: Callable[[SequenceBatch, MicroBatch], Tensor]
 
     def __init__(
         self,
@@ -97,12 +101,10 @@ class Model:
             optimizer = build_optimizer(module, config, runtime, saver, moments)
         return cls(module, config, runtime, optimizer, "" if tag == PARAMS else tag)
 
-    def score(
-        self, method: str, batch: SequenceBatch, score: Callable[[MicroBatch], Tensor]
-    ) -> Tokens:
+    def score(self, method: str, batch: SequenceBatch) -> Tokens:
         """Score every response token in eval mode; every rank gets all scores.
 
-        `score` computes [N] values for a micro batch. The module is left sharded.
+        The module is left sharded.
 
         Raises:
             ValueError: The model does not support the batch (`check_tokens`).
@@ -113,7 +115,7 @@ class Model:
         values = TokenValues()
         with torch.no_grad(), whole_pass(self.module):
             for micro in self._micro_batches(batch):
-                values.add(micro, score(micro))
+                values.add(micro, self.scores(batch, micro))
         # Read last, so that the host prepares a micro batch while the device scores the one before.
         scores = values.gather(batch, self._runtime)
         check_scores(method, scores, self.config)
