@@ -219,10 +219,12 @@ class Model:
 
     def values(self) -> dict[str, Any]:
         """Return the JSON values of a checkpoint by name."""
-        values: dict[str, Any] = {"step": self.step}
+        prefix = self._name and f"{self._name}_"
+        values: dict[str, Any] = {f"{prefix}step": self.step}
         if self.optimizer is not None:
-            values |= {"rate": asdict(self.rate), "loss_scale": asdict(self.loss_scale)}
-        return {f"{self._name and f'{self._name}_'}{key}": value for key, value in values.items()}
+            values[f"{prefix}rate"] = asdict(self.rate)
+            values[f"{prefix}loss_scale"] = asdict(self.loss_scale)
+        return values
 
     def restore(self, values: dict[str, Any]) -> None:
         """Continue from a checkpoint's values, after its tensors were loaded."""
