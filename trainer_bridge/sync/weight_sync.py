@@ -163,8 +163,9 @@ class WeightSync:
             "connect", lambda: (place, list(shards), [t.weight_layout() for t in self.targets])
         )
         self._followed = any(not held for _, held, _ in members)
-        owners = [rank for rank, (_, _, layouts) in enumerate(members) for _ in layouts]
-        self._first = sum(owner < agreement.rank for owner in owners)
+        counts = [len(layouts) for _, _, layouts in members]
+        owners = [*chain.from_iterable([rank] * count for rank, count in enumerate(counts))]
+        self._first = sum(counts[: agreement.rank])
         blocked = agreement.agree("plan", lambda: self._make_plan(members, place))
         self._routes = routes = Routes(pairs=self.plan.traffic, owners=owners, blocked=blocked)
         self._wire = None
