@@ -14,8 +14,7 @@ ONLY: dict[str, dict[str, Any]] = {
 """Keys of older recipes by section, each with the only value that is still read."""
 GONE = {
     "trainer.batch_invariant": (
-        "is gone, and the bits of the weights depend on trainer.micro_batch_size; "
-        "leave the key out, or set it to false"
+        "is gone, and the bits of the weights depend on trainer.micro_batch_size; leave the key out"
     )
 }
 """What is said of keys of older recipes with another value, instead of unknown key."""

@@ -55,19 +55,12 @@ def chain_product(
 
 
 @triton.jit
-def _tile_of(  # type: ignore[no-untyped-def]
-    program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
-):
-    """Return rows [BLOCK_M] and columns [BLOCK_N] of a program's tile; some may be past the end.
-
-    Programs go column by column for GROUP rows of tiles, then for the next GROUP.
-    """
-    in_group = GROUP * tl.cdiv(columns, BLOCK_N)
-    first = program // in_group * GROUP
-    height = tl.minimum(tl.cdiv(rows, BLOCK_M) - first, GROUP)
-    row = (first + program % in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = program % in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    return row, column
+def cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return row and column of a program: GROUP rows column by column, then the next GROUP."""
+    size = GROUP * columns
+    first = program // size * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    return first + program % size % height, program % size // height
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,10 +71,12 @@ def _chain(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute a tile of `chain_product`.
 
-    Programs: (tile), see `_tile_of`. WIDE is for the interpreter, whose fp32 sums depend on the
+    Programs: (tile), see `cell`. WIDE is for the interpreter, whose fp32 sums depend on the
     tile: sums are fp64, rounded to fp32.
     """
-    row, column = _tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
+    row, column = cell(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP)
+    row = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column * BLOCK_N + tl.arange(0, BLOCK_N)
     # lanes past the end repeat the last row or column, and are not stored
     source = tl.minimum(row, rows - 1).to(tl.int64)
     words = tl.minimum(column, columns - 1)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memsaver.system.devices import Impl, use_triton
+from rollout.ops.chain_product import cell
 from rollout.ops.row_wise import gated, linear, silu_mul
 
 _TILE = 16384  # elements of a program's table of pairs and experts
@@ -342,7 +343,7 @@ def _product(  # type: ignore[no-untyped-def]
     2 * columns]. Otherwise x is in sorted order and out in the order of pairs. GROUP adjacent
     blocks are computed together, because they often share weights.
     """
-    block, column = _cell(tl.program_id(0), most, tl.cdiv(columns, BLOCK_N), GROUP)
+    block, column = cell(tl.program_id(0), most, tl.cdiv(columns, BLOCK_N), GROUP)
     first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
     if first >= end:
         return
@@ -391,15 +392,6 @@ def _product(  # type: ignore[no-untyped-def]
 def _load(at, mask, EVEN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     value = tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
     return value.to(tl.float32) if WIDE else value
-
-
-@triton.jit
-def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return row and column of a program: GROUP rows column by column, then the next GROUP."""
-    size = GROUP * columns
-    first = program // size * GROUP
-    height = tl.minimum(rows - first, GROUP)
-    return first + program % size % height, program % size // height
 
 
 @triton.jit
