@@ -133,7 +133,7 @@ def test_pools_refuse_wrong_arguments_before_writing(name: str) -> None:
             (pool.get_rows, (0, wrong)),
             (pool.move_kv_cache, (wrong, wrong)),
         ):
-            with pytest.raises(ValueError, match="; the pool takes torch.int64"):
+            with pytest.raises(ValueError, match="; the pool takes only torch.int64"):
                 call(*arguments)
     assert all((part == 9).all() for part in stored(pool))
 
