@@ -157,6 +157,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 place = number % count
                 host = self._host[:, number * self._chunk : (number + 1) * self._chunk]
                 slot = slots[place, :, : host.shape[1]]
+                # Three streams work on three slots. Each waits for the event of the stream before
+                # it, so a slot is filled again only when its last chunk has left.
                 inbound.wait_event(freed[place])
                 with backend.stream(inbound):
                     _copy(slot[:inward], host[:inward])
