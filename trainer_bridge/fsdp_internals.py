@@ -189,8 +189,12 @@ def _shards(group: Any) -> list[Tensor]:
 
 
 def local_tensor(param: Tensor) -> Tensor:
-    """Return the local part of a tensor without `to_local`, which takes a hundred times as long."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    """Return this rank's part of a tensor, without gradient; writes change the tensor.
+
+    `DTensor.to_local` takes a hundred times as long.
+    """
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    return local.detach() if local.requires_grad else local
 
 
 def host_shard(local: Tensor, param: Tensor) -> DTensor:

@@ -111,9 +111,7 @@ def cover(box: Box, held: Held) -> list[tuple[Box, Box, Ints]]:
 def local_shard(param: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, without gradient; writes change the shard."""
     assert isinstance(param, DTensor)
-    local = param.detach()
-    assert isinstance(local, DTensor)
-    return local.to_local()
+    return local_tensor(param)
 
 
 def local_box(

@@ -58,17 +58,12 @@ class Shards:
                     f"{name} is {now or 'whole'}, and was {before or 'whole'} when the sync was "
                     "connected; connect again (nothing was written)"
                 )
-        return {name: _stored(param) for name, param in params.items()}
+        return {name: local_tensor(param) for name, param in params.items()}
 
 
 def _sharding(param: Tensor) -> object:
     """Return mesh and placements of a sharded parameter; None if it is whole."""
     return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
-
-
-def _stored(param: Tensor) -> Tensor:
-    stored = local_tensor(param)
-    return stored.detach() if stored.requires_grad else stored
 
 
 def rows_of_copy(copy: Copy, source: Tensor) -> Rows:
