@@ -65,11 +65,8 @@ class Part:
         """Return the scores of the first answers by function and place."""
         return {(self.function, p): score for p, score in zip(self.places, scores, strict=False)}
 
-    def first(self, count: int) -> Part:
-        return self._between(0, count)
-
-    def after(self, count: int) -> Part:
-        return self._between(count, len(self.answers))
+    def __getitem__(self, chosen: slice) -> Part:
+        return Part(self.function, self.places[chosen], self.answers[chosen])
 
     def units(self, kind: Kind) -> Iterator[Part]:
         """Divide the answers into the smallest parts that a function of this kind is called for."""
@@ -78,7 +75,7 @@ class Part:
     def pieces(self, size: int) -> Iterator[Part]:
         """Divide the answers into parts of at most `size`."""
         for begin in range(0, len(self.answers), size):
-            yield self._between(begin, begin + size)
+            yield self[begin : begin + size]
 
     def in_groups(self, number: int) -> Iterator[Part]:
         """Divide the answers into about `number` parts; those to one prompt stay together."""
@@ -87,11 +84,8 @@ class Part:
             end = begin + size
             while end < len(answers) and answers[end].prompt == answers[end - 1].prompt:
                 end += 1
-            yield self._between(begin, end)
+            yield self[begin:end]
             begin = end
-
-    def _between(self, begin: int, end: int) -> Part:
-        return Part(self.function, self.places[begin:end], self.answers[begin:end])
 
 
 Scores = dict[tuple[int, int], Score]
@@ -190,8 +184,8 @@ class Worker:
         part, count = self.part, len(self.scores) + 1
         if part is None or self.kind != "each" or len(part.answers) <= count:
             return None
-        self.part = part.first(count)
-        return part.after(count)
+        self.part = part[:count]
+        return part[count:]
 
     def kill(self) -> str:
         """End the process and all processes that it started; return how it ended."""
@@ -339,13 +333,13 @@ class Pool:
             done = [fault] * len(part.answers)
         self._late[part.function] += late and bool(done)  # Else the call is repeated in parts.
         yield part, done
-        self._waiting += part.after(len(done)).units(kind)
+        self._waiting += part[len(done) :].units(kind)
 
     def _finished(self, worker: Worker, part: Part) -> Iterator[tuple[Part, list[Score]]]:
         """Take the scores of a call that has ended; as many answers as it scored are the next."""
         worker.part, done = None, worker.scores
         yield part, done
-        rest, kind = part.after(len(done)), self._kinds[part.function][0]
+        rest, kind = part[len(done) :], self._kinds[part.function][0]
         self._waiting += rest.pieces(max(1, len(done))) if kind == "each" else rest.units(kind)
 
     def _given_up(self) -> Iterator[tuple[Part, list[Score]]]:

@@ -156,7 +156,6 @@ def _attention(
         o_bias=name + "o_proj.bias" in shapes,
         qk_norm=name + "q_norm.weight" in shapes,
         output_gate=queries == 2 * layer.query_heads * width,
-        rotary_dim=None if rope.width == width else rope.width,
         window=layer.window,
     )
 

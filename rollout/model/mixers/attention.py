@@ -39,7 +39,6 @@ class AttentionConfig(MixerConfig):
     o_bias: bool
     qk_norm: bool  # apply an RMSNorm to every query and key head (Qwen3)
     output_gate: bool = False
-    rotary_dim: int | None = None  # rotated elements of a head; None for all (Qwen3-Next: some)
     window: int | None = None  # keys that a query sees, including its own; None for all
 
     def __post_init__(self) -> None:

@@ -96,17 +96,13 @@ class RopeConfig:
     """Rotary embedding, as transformers' model computes it.
 
     Attributes:
-        frequencies: Angle per position of each rotated pair, in fp32.
+        frequencies: Angle per position of each rotated pair, in fp32. Where there are fewer pairs
+            than a head has, the other elements are not rotated (Qwen3-Next).
         table_scale: Factor of cosines and sines (yarn).
     """
 
     frequencies: tuple[float, ...]
     table_scale: float = 1.0
-
-    @property
-    def width(self) -> int:
-        """Return the number of rotated elements of a head."""
-        return 2 * len(self.frequencies)
 
 
 def rotary_tables(rope: RopeConfig, positions: int, device: torch.device) -> RotaryTables:
