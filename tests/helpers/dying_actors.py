@@ -14,17 +14,16 @@ from trainer_bridge.remote.actor import TrainerActor
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
 
-def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
-    """Return an actor class that kills its process when half of the copies are written.
+def dying_trainer(first: int) -> type[TrainerActor]:
+    """Return an actor class that dies in the middle of each sync of a version from `first` on.
 
-    Only rank `rank` dies, in versions from `first` on. The class is local, so that it is pickled by
-    value.
+    The class is local, so that it is pickled by value.
     """
 
     class Dying(TrainerActor):
         def sync_weights(self, version: int) -> SyncReceipt:
             def die() -> None:
-                if self.held.rank == rank and version >= first:
+                if version >= first:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             with half_written(die):
@@ -54,26 +53,20 @@ def killing_trainer() -> type[TrainerActor]:
     return Killing
 
 
-def dying_engine(flag: Path, rank: int = 0) -> type[RolloutActor]:
+def dying_engine(flag: Path) -> type[RolloutActor]:
     """Return an actor class that dies while it generates, if `flag` exists, and removes `flag`.
 
-    In an engine of several ranks, only rank `rank` dies. The class is local, so that it is pickled
-    by value.
+    The class is local, so that it is pickled by value.
     """
 
     class DyingRollout(RolloutActor):
         def generate(self, prompts: list[Any], params: list[Any]) -> Any:
             def die(finished: int, samples: int, tokens: int) -> None:
-                if tokens >= 4 and self._rank() == rank and flag.exists():
+                if tokens >= 4 and flag.exists():
                     flag.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
 
             return self.held.generate(prompts, params, on_progress=die)
-
-        def _rank(self) -> int:
-            import torch.distributed as dist
-
-            return dist.get_rank() if dist.is_initialized() else 0
 
     return DyingRollout
 

@@ -63,10 +63,8 @@ class Nodes:
         self._start(0)
         until(lambda: _answers(HEAD), lambda: self.log(0))
         self._start(1)
-        import ray
-
-        ray.init(address=HEAD, log_to_driver=False, logging_level="ERROR")
-        self.wait_alive(1)
+        until(_joined, lambda: self.log(0))
+        until(lambda: ADDRESSES[1] in _alive(), lambda: self.log(1))
 
     def _connect(self) -> None:
         pid = str(self._cable.pid)
@@ -101,21 +99,6 @@ class Nodes:
                 env=environment,
                 start_new_session=True,
             )
-
-    def restart_far(self) -> None:
-        """Start the second node again, which has been lost; Ray's agents may be left of it."""
-        self.kill_far()
-        until(lambda: ADDRESSES[1] not in self.alive())
-        self._start(1)
-        self.wait_alive(1)
-
-    def wait_alive(self, number: int) -> None:
-        until(lambda: ADDRESSES[number] in self.alive(), lambda: self.log(number))
-
-    def alive(self) -> list[str]:
-        import ray
-
-        return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
     def log(self, number: int) -> str:
         return (self._folder / f"node{number}.log").read_text()[-2000:]
@@ -166,6 +149,21 @@ class Nodes:
 
 def _network(pid: int) -> int:
     return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
+def _joined() -> bool:
+    """Connect to the cluster, whose first node may register long after its address answers."""
+    import ray
+
+    with contextlib.suppress(ConnectionError):
+        ray.init(address=HEAD, log_to_driver=False, logging_level="ERROR")
+    return bool(ray.is_initialized())
+
+
+def _alive() -> list[str]:
+    import ray
+
+    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
 def _answers(address: str) -> bool:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.cli import main
 from tests.helpers.dying_actors import dying_engine
-from tests.helpers.ray_cluster import RayCluster, until
+from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.recipes.tiny_runs import (
     SMALL,
     MakeRun,
@@ -77,36 +72,3 @@ def test_run_goes_on_after_losing_its_engine_and_resumes_in_process_with_the_sam
     entry = json.loads(line)
     assert (entry["replacement"], entry["after_step"], entry["cause"]) == (1, 0, cause)
     assert same_rows(folder, make_run("tiny", *SMALL, "steps=3"))
-
-
-def marked(mark: str) -> list[str]:
-    """Return the command lines of processes with this word in their initial environment."""
-    commands = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (process / "environ").read_bytes():
-                commands.append((process / "cmdline").read_text().replace("\0", " "))
-    return commands
-
-
-@pytest.mark.extended
-def test_interrupt_during_cluster_start_leaves_no_process(tmp_path: Path) -> None:
-    """Interrupt while Ray's agents start; an agent that misses its parent's end never ends."""
-    mark = f"MEMSAVER_TEST={tmp_path}"
-    command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "driver=ray", "device=cpu"]
-    command += ["--run-dir", str(tmp_path)]
-    environment = {**os.environ, "MEMSAVER_TEST": str(tmp_path)}
-    environment.pop("RAY_ADDRESS", None)
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        # The agent has just started.
-        until(lambda: any("runtime_env/agent" in line for line in marked(mark)))
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    text = "interrupted during setup; start again: there is no checkpoint yet"
-    assert (process.returncode, errors) == (130, f"memsaver: {text}\n")
-    until(lambda: not marked(mark))
