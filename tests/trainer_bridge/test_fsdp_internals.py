@@ -1,4 +1,4 @@
-"""Private names of torch: the installed release has them, and no other file reads FSDP's."""
+"""Private names of torch: the installed release has all that are listed."""
 
 from __future__ import annotations
 
