@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from memsaver import StateError
 from tests.helpers.trainer_bridge.models import (
     make_batch,
     reference,
-    reference_logprobs,
     value_batch,
     write_model,
 )
@@ -26,7 +24,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, SequenceBatch, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, SequenceBatch, Trainer
 from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]
@@ -115,39 +113,6 @@ def test_random_policy_critic_and_reference_start_with_the_same_weights(
     assert not any(param.requires_grad for param in frozen.values())
     batch = make_batch(4)
     assert trainer.compute_ref_log_prob(batch) == trainer.compute_log_prob(batch)
-
-
-@pytest.mark.parametrize("advantages", ["a sequence", "a token"])
-def test_policy_loss_with_kl_matches_plain_formula(
-    advantages: str, model_path: str, make_trainer: Make
-) -> None:
-    batch = make_batch(6)
-    assert batch.old_logprobs is not None
-    rows = [[0.1 * (i - j) for j in range(len(row))] for i, row in enumerate(batch.old_logprobs)]
-    if advantages == "a token":
-        batch = dataclasses.replace(batch, advantages=rows)
-    first = [
-        [value + 0.3 * (j % 3 - 1) for j, value in enumerate(row)] for row in batch.old_logprobs
-    ]
-    model = reference(model_path)
-    terms = []
-    for i, logp in enumerate(reference_logprobs(model, batch)):
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        ratio = (logp - torch.tensor(batch.old_logprobs[i])).exp()
-        gain = torch.tensor(batch.advantages[i])
-        toward = (torch.tensor(first[i]) - logp).exp()
-        terms.append(
-            -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-            + 0.7 * (toward - toward.log() - 1)
-        )
-    loss = torch.cat(terms).mean()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    trainer = make_trainer(model_path, reference=True, loss=PolicyLoss(kl_coef=0.7))
-    with pytest.raises(ValueError, match="a SequenceBatch with .* and ref_logprobs"):
-        trainer.update_actor(batch)
-    learned = trainer.update_actor(dataclasses.replace(batch, ref_logprobs=first))
-    assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})
 
 
 def test_offload_of_unchanged_model_copies_nothing(
