@@ -63,10 +63,9 @@ def _answer() -> tuple[Any, str]:
     try:
         function, arguments = pickle.load(sys.stdin.buffer)
         return function(*arguments), ""
-    except ValueError as error:  # RecipeError among them, whose text says all
-        return None, one_line(error)
     except Exception as error:
-        return None, typed(error)
+        # The text of a ValueError, RecipeError among them, says all.
+        return None, one_line(error) if isinstance(error, ValueError) else typed(error)
 
 
 if __name__ == "__main__":

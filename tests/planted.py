@@ -528,8 +528,8 @@ BUGS = [
         "the trainer's GPU is planned with an engine that is elsewhere",
         "recipes/planner/memory_plan.py",
         "plans/test_plan.py",
-        "beside = sizes if cluster.colocate else NO_ENGINE",
-        "beside = sizes",
+        "beside = self._engine if recipe.cluster.colocate else NO_ENGINE",
+        "beside = self._engine",
     ),
 ]
 

@@ -1,11 +1,12 @@
 """The decisions that a prepared run needs a plan for, and those of a run without a plan."""
 
 from dataclasses import replace
+from typing import Any
 
 from recipes.child_process import ChildError, call_in_child
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
-from recipes.planner.memory_plan import MemoryPlan
+from recipes.planner.memory_plan import MemoryPlan, PlanRequest
 from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import of_device
 from recipes.setup.model_decisions import unplanned
@@ -52,18 +53,22 @@ def decide(
 def plan_apart(setup: Setup, total: int, outside: int | None = None) -> MemoryPlan:
     """Plan a prepared run for a GPU of `total` bytes in a separate process.
 
-    `outside` are bytes as in `planning`. A plan replaces parts of torch, which the process of a run
-    needs.
+    `outside` are bytes as in `PlanRequest`. A plan replaces parts of torch, which the process of a
+    run needs.
 
     Raises:
         ChildError: The plan failed, or took longer than `PATIENCE`.
     """
-    how = {"prompt_tokens": setup.longest_prompt, "outside": outside}
-    asked = setup.recipe, setup.decisions, "run", setup.model_dir, of_device(total), how
-    unseen = {"CUDA_VISIBLE_DEVICES": ""}
-    return call_in_child(
-        plan_with_remedies, *asked, environment=unseen, patience=PATIENCE, quiet=True
+    request = PlanRequest(
+        name="run",
+        gpu=of_device(total),
+        directory=setup.model_dir,
+        prompt_tokens=setup.longest_prompt,
+        outside=outside,
     )
+    how: dict[str, Any] = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "patience": PATIENCE}
+    asked = setup.recipe, setup.decisions, request
+    return call_in_child(plan_with_remedies, *asked, **how, quiet=True)
 
 
 def _without_moves(decisions: Decisions, recipe: Recipe) -> Decisions:

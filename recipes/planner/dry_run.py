@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import math
-import tempfile
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver
+from memsaver.memory import CachingAllocator
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
@@ -32,7 +32,6 @@ from recipes.config.sections import LoopSection
 from recipes.logs.peaks import Peaks
 from recipes.loops.loop import Loop
 from recipes.loops.sink import Sink
-from recipes.planner.allocator import CachingAllocator
 from recipes.planner.planned_device import (
     ATTENTION,
     PACKED_ATTENTION,
@@ -40,7 +39,7 @@ from recipes.planner.planned_device import (
     register_attention,
 )
 from recipes.planner.planned_sides import EngineSizes, PlannedRollout, PlannedSaver, used_bytes
-from recipes.setup.model_files import describe_random_model, toy_tokenizer
+from recipes.setup.model_files import toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
@@ -327,30 +326,24 @@ def _frozen() -> Iterator[None]:
 def planned_trainer(
     recipe: Recipe,
     decisions: Decisions,
-    fields: dict[str, Any],
+    directory: Path,
     *,
     prompt_tokens: int,
     workspace_bytes: int,
 ) -> Iterator[tuple[Callable[[Decisions], Setup], PlannedTrainer]]:
     """Build the recipe's trainer on a planned device, for dry runs with any further decisions.
 
-    `fields` is the model's config, and every prompt has `prompt_tokens` tokens. The function makes
-    the setup of a dry run, whose answers depend on its micro batch. Both live inside the block.
+    `directory` is the model's folder, and every prompt has `prompt_tokens` tokens. The function
+    makes the setup of a dry run, whose answers depend on its micro batch. Both live inside the
+    block.
     """
     device = PlannedDevice(workspace_bytes)
     if recipe.trainer.optimizer == "adamw_8bit":
         code_tables()  # An import on the planned device would leave tensors without content.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _alone_among(recipe.cluster.size) as mesh,
-        device,
-        _frozen(),
-    ):
-        tokenizer = toy_tokenizer([])
-        describe_random_model(fields, tokenizer, Path(folder))
+    with _alone_among(recipe.cluster.size) as mesh, device, _frozen():
 
         def make_setup(decisions: Decisions) -> Setup:
-            return _setup(recipe, decisions, tokenizer, Path(folder), prompt_tokens)
+            return _setup(recipe, decisions, directory, prompt_tokens)
 
         config = trainer_config(make_setup(decisions))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
@@ -379,9 +372,7 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _setup(
-    recipe: Recipe, decisions: Decisions, tokenizer: Any, folder: Path, prompt_tokens: int
-) -> Setup:
+def _setup(recipe: Recipe, decisions: Decisions, directory: Path, prompt_tokens: int) -> Setup:
     answers = min(2 * decisions.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
     prompts = max(1, math.ceil(answers / group))
@@ -411,8 +402,8 @@ def _setup(
         recipe=small,
         decisions=decisions,
         tasks=Tasks(trained=(task,)),
-        tokenizer=tokenizer,
-        model_dir=folder,
+        tokenizer=toy_tokenizer([]),
+        model_dir=directory,
         device="cpu",
         kv_tokens=0,
         max_request_tokens=prompt_tokens + recipe.sampling.max_tokens,

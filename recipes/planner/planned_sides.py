@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from memsaver import Usage
+from memsaver.memory import CachingAllocator
 from memsaver.ops.layout import round_up
 from memsaver.report import PAGE_POOL
-from recipes.planner.allocator import CachingAllocator
 from recipes.planner.planned_device import PAGE, PlannedDevice
 from rollout import Completion, SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS

@@ -6,44 +6,33 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.rules import checked
 from recipes.errors import shown
-from recipes.planner.memory_plan import Change, MemoryPlan, Shortage
-from recipes.planner.sizes import Gpu
+from recipes.planner.memory_plan import Change, MemoryPlan, PlanRequest, Shortage
 from recipes.planner.switch_plan import plan_switch
 from recipes.setup.model_decisions import first_decisions
-from recipes.setup.preparation import check_functions, check_lora, check_optimizer
-from rollout.model import load_hf_config, read_json
+from recipes.setup.preparation import check_lora, check_training
 
 _MOST = 3  # largest number of changes that a remedy names
 
 
-def plan_with_remedies(
-    recipe: Recipe, decisions: Decisions, name: str, directory: Path, card: Gpu, how: dict[str, Any]
-) -> MemoryPlan:
+def plan_with_remedies(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> MemoryPlan:
     """Plan a recipe, make its open decisions, and try remedies of a shortage.
 
     Args:
         recipe: The recipe.
         decisions: Decisions, of which `exact` and `alias` are made.
-        name: Title of the plan.
-        directory: Folder of the model.
-        card: The GPU.
-        how: Options of `planning`.
+        request: What to plan for.
     """
-    tied = load_hf_config(directory).tie_word_embeddings  # as the files of the weights have it
-    fields = read_json(directory / "config.json") | {"tie_word_embeddings": tied}
 
     def planned(recipe: Recipe, decisions: Decisions) -> MemoryPlan:
-        check_lora(recipe.lora, directory)
-        check_optimizer(recipe)
-        check_functions(recipe)
-        return plan_switch(recipe, decisions, name, gpu=card, fields=fields, **how)
+        check_lora(recipe.lora, request.directory)
+        check_training(recipe)
+        return plan_switch(recipe, decisions, request)
 
     def replanned(recipe: Recipe, made: Decisions) -> MemoryPlan:
         present = recipe.present_tags()
@@ -53,7 +42,7 @@ def plan_with_remedies(
             overlap=tuple(tag for tag in made.overlap if tag in present),
             open=frozenset({"exact", "alias", "hand_over"}),
         )
-        return planned(recipe, first_decisions(recipe, directory, before=made))
+        return planned(recipe, first_decisions(recipe, request.directory, before=made))
 
     return remedied(planned(recipe, decisions), recipe, replanned)
 

@@ -18,9 +18,9 @@ from memsaver.errors import format_bytes
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
-from recipes.planner.memory_plan import MemoryPlan, planning
+from recipes.planner.memory_plan import MemoryPlan, Planning, PlanRequest
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
-from recipes.planner.sizes import GIB, Gpu
+from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
@@ -36,22 +36,19 @@ _DRIVEN, _HANDED, _AGREED = 5.9e-3 / GIB, 0.4e-3 / GIB, 38e-3
 _BREAK_EVEN = _AGREED / (_DRIVEN - _HANDED)  # 6.9 GiB
 
 
-def plan_switch(
-    recipe: Recipe, decisions: Decisions, name: str = "recipe", *, gpu: Gpu, **how: Any
-) -> MemoryPlan:
+def plan_switch(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> MemoryPlan:
     """Plan a recipe and make the decisions that are open.
 
     Args:
         recipe: The recipe.
         decisions: Decisions, of which `exact` and `alias` are made.
-        name: Name of the recipe.
-        gpu: The GPU.
-        **how: Options of `planning`.
+        request: What to plan for.
     """
-    with planning(recipe, decisions, name, gpu, **how) as (make_plan, elements):
+    planning = Planning(recipe, decisions, request)
+    with planning.begun() as make_plan:
         planner = _SwitchPlanner(recipe, make_plan)
         if "micro_batch_size" in decisions.open:
-            return planner.with_size(decisions, elements)
+            return planner.with_size(decisions, planning.elements)
         return planner.decided(decisions)
 
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvcache
 import recipes
 from recipes.config.decisions import Decisions
 from recipes.config.sections import CycleSection
@@ -25,7 +25,7 @@ from recipes.planner.stage_plan import StagePlan
 from recipes.planner.switch_plan import Switch
 from recipes.setup.model_decisions import UNPLANNED, first_decisions
 from recipes.setup.model_files import describe_random_model, meta_model, toy_tokenizer
-from recipes.setup.pool import pool_grows, rank_kv_layout
+from recipes.setup.pool import pool_grows
 from recipes.setup.preparation import Setup, prepare
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
@@ -237,7 +237,7 @@ def test_decisions_of_a_plan_in_any_working_directory_are_those_of_the_command(
     assert "too small for one request of" in plan.needs[0]
     assert plan.unfit == [f"does not fit: {plan.needs[0]}"]
     words.append("trainer.micro_batch_size=2")
-    same = plan_of(recipes.load("tiny", words), "any", gpu=str(80 * GIB), prompt=9)
+    same = plan_of(recipes.load("tiny", words), "any", gpu=str(80 * GIB), prompt_tokens=9)
     assert same.decisions == made and same.needs == plan.needs
 
 
@@ -377,4 +377,4 @@ def test_named_overlap_is_planned_even_if_it_does_not_fit() -> None:
 def test_pool_grows_only_without_tiers_and_tensor_parallelism(more: str, grows: bool) -> None:
     recipe = recipes.load("tiny", more.split())
     config = meta_model(recipe.model.random_fields()).config
-    assert pool_grows(recipe, rank_kv_layout(recipe, config, torch.float32)) == grows
+    assert pool_grows(recipe, kvcache.layout(config)) == grows
