@@ -217,6 +217,16 @@ def build_parser() -> argparse.ArgumentParser:
             own.add_argument("words", nargs="*", metavar=shown, help=how)
         return own
 
+    _add_recipe_commands(command)
+    _add_run_commands(command)
+    add = command(_doctor, "check this machine").add_argument
+    current = "cuda:N, or cpu for no GPU (default: the current GPU)"
+    add("--device", metavar="DEVICE", help=current)
+    return parser
+
+
+def _add_recipe_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands about recipes and models; `command` adds one."""
     recipe = "RECIPE: YAML file or packaged name"
     add = command(_run, "run a recipe", recipe).add_argument
     default = "where to write (default runs/RECIPE-DATE-TIME)"
@@ -240,6 +250,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
+
+
+def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands about runs; `command` adds one."""
     run: dict[str, Any] = {"type": Path, "metavar": "RUN"}
     run["help"] = "the folder of a run, finished or not"
     own = command(_export, "export a run's model as a Hugging Face folder")
@@ -282,10 +296,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("run", **run)
     same = "cuda:N or cpu (default: as in the run)"
     add("--device", metavar="DEVICE", help=same)
-    add = command(_doctor, "check this machine").add_argument
-    current = "cuda:N, or cpu for no GPU (default: the current GPU)"
-    add("--device", metavar="DEVICE", help=current)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,6 +51,7 @@ def answer_call(channel: Connection, side: ActorBase) -> None:
 
 def serve(channel: Connection, side: ActorBase) -> None:
     """Answer calls, one after the other, until the other end is gone."""
+    # Only this thread calls `side`, which therefore needs no lock.
     while True:
         try:
             answer_call(channel, side)

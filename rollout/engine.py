@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
 from kvcache.config import check_option
-from memsaver import Content, ContentWatch, MemorySaver, StateError, Ticket
+from memsaver import ContentWatch, MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import deliver, held
@@ -87,6 +87,7 @@ class Engine(EngineBase):
     """
 
     store: WeightStore
+    _found_products = ""  # what `product_report` returns
 
     def __init__(
         self,
@@ -112,7 +113,6 @@ class Engine(EngineBase):
         )
         self.saver = saver
         self.max_context_len = _context_len(model, config)
-        self._found_products = ""
         if config.exact:
             check_exact(model, dtype, saver.device)
         self._expert_parallel = config.expert_parallel
@@ -125,10 +125,8 @@ class Engine(EngineBase):
         self.blocks = self.cache.blocks
         self.prefixes = self.cache.prefix_blocks(config)
         self.scheduler = Scheduler(self.prefixes, config)
-        mine = rank_model(model, *split)
-        self.runner = ModelRunner(
-            mine, self.store, self.cache, attention=config.attention, ranks=self._ranks
-        )
+        mine, how = rank_model(model, *split), config.attention
+        self.runner = ModelRunner(mine, self.store, self.cache, attention=how, ranks=self._ranks)
         if config.return_routed_experts:
             self.runner.record_routing(config.max_running + config.max_prefill_tokens)
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
@@ -189,8 +187,7 @@ class Engine(EngineBase):
                 f"device={device} but the saver is on {saver.device}; use one device for both"
             )
         given: Any = {"dtype": dtype, "saver": saver, "group": group, "gpu_share": gpu_share}
-        given["filters"] = filters
-        engine = cls(model, config, **given)
+        engine = cls(model, config, filters=filters, **given)
         if load_weights:
             engine.load(path)
         else:
@@ -284,21 +281,25 @@ class Engine(EngineBase):
             if self.cache.elastic is not None:
                 self.cache.elastic.hurry()
             try:
-                while any(sample.finish_reason is None for sample in samples):
-                    self._step()
-                    if (error := self._not_finite(samples)) is not None:
-                        raise error
-                    if on_progress is not None:
-                        done = sum(sample.finish_reason is not None for sample in samples)
-                        tokens = sum(len(sample.output) for sample in samples)
-                        on_progress(done, len(samples), tokens)
-                    deliver()
+                self._step_until_ended(samples, on_progress)
             except BaseException as error:
                 self._abandon(samples, error)
                 raise
         return [
             list(map(Sample.completion, request[: request[0].params.n])) for request in requests
         ]
+
+    def _step_until_ended(self, samples: Sequence[Sample], on_progress: Progress | None) -> None:
+        """Run steps until all samples have ended."""
+        while any(sample.finish_reason is None for sample in samples):
+            self._step()
+            if (error := self._not_finite(samples)) is not None:
+                raise error
+            if on_progress is not None:
+                done = sum(sample.finish_reason is not None for sample in samples)
+                tokens = sum(len(sample.output) for sample in samples)
+                on_progress(done, len(samples), tokens)
+            deliver()
 
     def _not_finite(self, samples: Sequence[Sample]) -> FloatingPointError | None:
         """Return an error if the last log-probability of a sample was not finite."""
@@ -439,8 +440,7 @@ class Engine(EngineBase):
         check_sleep_level(level)
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
-        chosen = self._known(tags)
-        left = self.scheduler.unfinished
+        chosen, left = self._known(tags), self.scheduler.unfinished
         if left and unfinished == "raise":
             raise StateError(
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
@@ -448,25 +448,30 @@ class Engine(EngineBase):
             )
         with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:
-                self._update.before_sleep()
-                keep = level == 1 and self._update.keepable
-                content: Content = "host" if keep else "discard"
-                self.saver.pause(WEIGHTS, content=content, release=release)
-                self._update.on_sleep(level)
+                self._sleep_weights(level, release)
             with self._own_discards():
                 if unfinished == "abort":
                     self.scheduler.abort(left)
                 self.scheduler.preempt_all()
-                if rest := [tag for tag in chosen if tag != WEIGHTS]:
-                    if KV_CACHE in rest and not self.saver.is_paused(KV_CACHE):
-                        self._renewed = False
-                        self.prefixes.move_below(keep=self.store.version is not None)
-                        if self.cache.elastic is not None:
-                            self.cache.elastic.shrink()
-                    self.saver.pause(*rest, content="discard", release=release)
+                self._sleep_caches([tag for tag in chosen if tag != WEIGHTS], release)
         if KV_CACHE in chosen:
             # Torch caches blocks that the steps freed; the other users of the device need them.
             empty_torch_cache(self.saver.device)
+
+    def _sleep_weights(self, level: int, release: Release) -> None:
+        self._update.before_sleep()
+        keep = level == 1 and self._update.keepable
+        self.saver.pause(WEIGHTS, content="host" if keep else "discard", release=release)
+        self._update.on_sleep(level)
+
+    def _sleep_caches(self, tags: Sequence[str], release: Release) -> None:
+        if KV_CACHE in tags and not self.saver.is_paused(KV_CACHE):
+            self._renewed = False
+            self.prefixes.move_below(keep=self.store.version is not None)
+            if self.cache.elastic is not None:
+                self.cache.elastic.shrink()
+        if tags:  # without tags the saver would pause all
+            self.saver.pause(*tags, content="discard", release=release)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:

@@ -19,13 +19,14 @@ from memsaver.ops.layout import round_up
 from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, rank_groups, rank_layout
 from rollout.ops.attention_kernels import split_count
-from rollout.parallel import TensorParallel
+from rollout.parallel import STAGING_BYTES, TensorParallel
 from rollout.serving.kv_cache import window_tokens
 from rollout.weights.store import arena_nbytes
 
 CPU_TOKENS = 4096  # of a pool on a CPU, whose memory other programs use, too
 WITH_SAVER, ALONE = 0.9, 0.4  # shares of the free memory, see `Engine.from_pretrained`
 _WORKSPACE = 32 << 20  # of cuBLAS on Hopper; the graphs have one, and the other steps one
+_TABLES = 4 << 20  # tables and counters of an idle engine, as measured
 _SMALL, _SEGMENT = 2 << 20, 20 << 20  # segments of torch for tensors below 1 MiB, and above
 # Bytes of a filtered logit, measured at the peak of `keep_top`. Below 128 rows, torch sorts all
 # rows at once, which takes more than sorting each row.
@@ -105,7 +106,16 @@ class RankBytes:
             few = min(running, _FEW_ROWS) * _FILTERED_OF_FEW
             per_column += max(few, running * _FILTERED)
         logits = self.model.vocab_size * per_column
-        return max(logits + _SMALL, self._forward(running + config.max_prefill_tokens))
+        # Ranks that add in order gather partial sums, and have two sums that are smaller.
+        ordered = config.exact and config.tensor_parallel_size > 2
+        gathered = 2 * STAGING_BYTES if ordered else 0
+        return max(logits + _SMALL, self._forward(running + config.max_prefill_tokens)) + gathered
+
+    @property
+    def idle(self) -> int:
+        """Return the bytes of torch's memory in an idle engine."""
+        staged = self.config.cuda_graphs and self.config.tensor_parallel_size > 1
+        return _TABLES + (STAGING_BYTES if staged else 0)
 
     @property
     def graphs(self) -> int:

@@ -67,7 +67,6 @@ class StreamingEngine(Engine):
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
         opened = self._opened
-        ended: Ended = {}
         names = Counter(arrival.key for arrival in arrivals) + Counter(opened.keys())
         if twice := [arrival.key for arrival in arrivals if names[arrival.key] > 1]:
             rule = "is the key of an unfinished request; give each request a key of its own"
@@ -76,13 +75,7 @@ class StreamingEngine(Engine):
             try:
                 if not self.scheduler.running:
                     self._require_current(together=True)
-                for arrival in arrivals:
-                    try:
-                        self._intake.check("the prompt", arrival.prompt, arrival.params)
-                    except ValueError as error:
-                        ended[arrival.key] = error
-                    else:
-                        opened[arrival.key] = self._submit(arrival.prompt, arrival.params)
+                ended = self._admit(arrivals)
                 for key in cancelled:
                     self.scheduler.abort(opened.get(key, ()))
                 ended |= self._take_ended()
@@ -97,6 +90,18 @@ class StreamingEngine(Engine):
                 opened.clear()
                 raise
         return ended
+
+    def _admit(self, arrivals: Sequence[Arrival]) -> Ended:
+        """Queue new requests, and return the errors of those that can never be answered."""
+        refused: Ended = {}
+        for arrival in arrivals:
+            try:
+                self._intake.check("the prompt", arrival.prompt, arrival.params)
+            except ValueError as error:
+                refused[arrival.key] = error
+            else:
+                self._opened[arrival.key] = self._submit(arrival.prompt, arrival.params)
+        return refused
 
     def _take_ended(self) -> Ended:
         ended: Ended = {}

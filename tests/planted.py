@@ -203,7 +203,7 @@ BUGS = [
     ),
     Bug(
         "experts with equal scores are ordered by descending id",
-        "rollout/ops/experts.py",
+        "rollout/ops/routing.py",
         "rollout/test_experts.py",
         "return scores.sort(dim=-1, descending=True, stable=True)",
         "return scores.size(-1) - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True)",
@@ -343,7 +343,7 @@ BUGS = [
     ),
     Bug(
         "importance weights have no effect",
-        "trainer_bridge/learning/losses.py",
+        "trainer_bridge/learning/policy.py",
         "trainer_bridge/test_trainer.py",
         "        if batch.weights is not None:\n",
         "        if False:\n",
@@ -357,7 +357,7 @@ BUGS = [
     ),
     Bug(
         "the loss rewards a low entropy",
-        "trainer_bridge/learning/losses.py",
+        "trainer_bridge/learning/policy.py",
         "trainer_bridge/learning/test_policy_loss.py",
         "terms - loss.entropy_coef * entropy",
         "terms + loss.entropy_coef * entropy",
@@ -380,7 +380,7 @@ BUGS = [
         "a checkpoint leaves out the refreshed reference",
         "trainer_bridge/trainer.py",
         "trainer_bridge/models/test_checkpoint.py",
-        "        self._reference_step = self.step\n",
+        "        reference.step = self.step\n",
         "",
     ),
     Bug(
@@ -392,10 +392,10 @@ BUGS = [
     ),
     Bug(
         "a resumed critic continues from the policy's number of updates",
-        "trainer_bridge/trainer.py",
+        "trainer_bridge/learning/trainer_model.py",
         "trainer_bridge/models/test_checkpoint.py",
-        'side.step = values[f"{prefix}step"]',
-        'side.step = values["step"]',
+        'self.step = values.get(f"{prefix}step", 0)',
+        'self.step = values.get("step", 0)',
     ),
     Bug(
         "a request of verl whose caller left is generated to its end",
@@ -413,7 +413,7 @@ BUGS = [
     ),
     Bug(
         "an update that scores itself learns nothing, because its ratio is constant",
-        "trainer_bridge/learning/losses.py",
+        "trainer_bridge/learning/policy.py",
         "trainer_bridge/learning/test_policy_loss.py",
         "old = logprobs.detach()",
         "old = logprobs",
@@ -528,8 +528,8 @@ BUGS = [
         "the trainer's GPU is planned with an engine that is elsewhere",
         "recipes/planner/memory_plan.py",
         "plans/test_plan.py",
-        "beside = sizes if cluster.colocate else NO_ENGINE",
-        "beside = sizes",
+        "beside = self._engine if recipe.cluster.colocate else NO_ENGINE",
+        "beside = self._engine",
     ),
 ]
 

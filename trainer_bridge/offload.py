@@ -58,6 +58,9 @@ class Offloader:
     """
 
     def __init__(self, saver: MemorySaver) -> None:
+        # Attributes belong to the trainer's thread, so they need no lock. The offloader's thread
+        # gets what it moves as arguments and answers through futures. It only calls `order`, which
+        # reads addresses that do not change, and the saver, which has a lock of its own.
         self.order: Callable[[], Sequence[Tensor]] = tuple  # tensors in the order of their reload
         self._prefetching: list[tuple[tuple[str, ...], Prefetch]] = []
         self._saver = saver
@@ -171,6 +174,7 @@ class Offloader:
             if tensors is None:
                 self._prefetching.remove(pending)
 
+    # May not be called with the saver's lock held, for which the transfers wait.
     @held()  # an interrupt inside of `wait` would leave a future locked
     def _end_begun(self) -> None:
         """Wait until begun offloads are complete and begun reloads have memory; raise errors."""

@@ -12,54 +12,28 @@ from torch import Tensor, nn
 
 from memsaver import MemorySaver
 from memsaver.errors import StateError
-from memsaver.system.devices import place_of
 from rollout.engine_base import SaverSide
-from rollout.model import stored_buffers
 from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
-from trainer_bridge.config import DTYPES, Dtype, TrainerConfig
+from trainer_bridge.config import Dtype, TrainerConfig
 from trainer_bridge.exact.record import BitComparison
-from trainer_bridge.fsdp_internals import await_shards, reshard, shards_in_order
-from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_learning
-from trainer_bridge.learning.correction import figures_of_first_update
+from trainer_bridge.fsdp_internals import await_shards, shards_in_order
+from trainer_bridge.learning.batch import SequenceBatch
 from trainer_bridge.learning.critic import Critic
-from trainer_bridge.learning.loss_scale import LossScale, check_scores
-from trainer_bridge.learning.losses import (
-    TokenValues,
-    add_gradients,
-    micro_logprobs,
-    policy_gradient,
-    score_tokens,
-)
-from trainer_bridge.learning.optimizer import (
-    LearningRate,
-    StreamedAdamW,
-    after_load,
-    build_optimizer,
-    optimizer_step,
-)
+from trainer_bridge.learning.optimizer import StreamedAdamW
+from trainer_bridge.learning.policy import Policy
 from trainer_bridge.learning.tokens import Tokens
-from trainer_bridge.models.adapters.lora import Adapters, base_params, without_adapters
-from trainer_bridge.models.files import checkpoint
-from trainer_bridge.models.files.export import ShardedWeights, save_folder
-from trainer_bridge.models.moe import balanced_routers, replay
+from trainer_bridge.learning.trainer_model import Model
+from trainer_bridge.models.adapters.lora import Adapters, without_adapters
+from trainer_bridge.models.moe import balanced_routers
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import build_model, fill_weights, trained_params
+from trainer_bridge.models.sharded_model import fill_weights
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
-from trainer_bridge.sync.agree import group_agreement
-from trainer_bridge.sync.alias import PageAlias
+from trainer_bridge.policy_sync import PolicySync
 from trainer_bridge.sync.shards import local_shard
-from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
-from trainer_bridge.sync.writer import Shards
-from trainer_bridge.tag_names import (
-    ADAPTERS,
-    CRITIC,
-    CRITIC_OPTIM,
-    OPTIM,
-    PARAMS,
-    REFERENCE,
-    TRAINED,
-)
+from trainer_bridge.sync.weight_sync import SyncReceipt
+from trainer_bridge.tag_names import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
+from trainer_bridge.trainer_files import TrainerFiles
 
 
 class Trainer(SaverSide):
@@ -98,13 +72,12 @@ class Trainer(SaverSide):
         ValueError: The configuration does not fit the model, or the model does not fit `layout`.
 
     Attributes:
-        model: The policy, sharded by FSDP2. Call `reload` before you read its parameters.
+        policy: The policy: module, optimizer, learning rate and loss scale (`Model`).
+        critic: The critic, another such model; None without one.
+        reference: The reference, which has no optimizer; None without one, or with adapters.
+        models: The models that this trainer has, in this order.
+        model: The policy's module, sharded by FSDP2. Call `reload` before you read its parameters.
         optimizer: The policy's optimizer.
-        reference: The frozen reference; None without one, or with adapters.
-        critic: The critic; None without one.
-        step: Number of the policy's updates.
-        rate: The policy's learning rate over its updates (`LearningRate`).
-        loss_scale: Scale of the policy's loss, which float16 needs (`LossScale`).
         saver: Saver of the tags.
         device: Device of this rank.
         rank: This rank.
@@ -134,36 +107,22 @@ class Trainer(SaverSide):
                 raise ValueError(f"{rule}; omit it, and sync by copies")
             self._offloader = Offloader(saver)
             reserve_offload(config, runtime.world, saver)
-            self._reference_step = 0  # updates of the policy that the reference has
             self.reference = self._build_reference(shard_dims)
-            self.model = build_model(config, runtime, saver, shard_dims, layout)
-            if config.router_aux_loss_coef and not balanced_routers(self.model):
-                rule = "needs a mixture of experts with this loss, which this model is not"
-                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; set it to 0")
-            self.optimizer = build_optimizer(
-                list(trained_params(self.model).values()), config, runtime, saver
-            )
-            masters: dict[nn.Parameter, Tensor] = {}
-            if isinstance(self.optimizer, StreamedAdamW):
-                masters = self.optimizer.masters()
-                fill_weights(self.model, config, runtime, masters)
-                self.optimizer.publish()
-            self._began_with = runtime.digest(self.model, masters)
-            self.step, self.rate = 0, LearningRate.of(config)
-            self.loss_scale, self._bits = LossScale.of(config), BitComparison(self.model)
-            self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
-            self._add_params()
-            self._offloader.order = partial(shards_in_order, self.model)
-            await_shards(self.model, self._offloader.await_content)
-            self._offloader.add(OPTIM, empty=config.optimizer_offload)
+            self.policy = self._build_policy(shard_dims=shard_dims, layout=layout)
             self.critic = self._build_critic()
-            self._layout = layout
-            self._params = base_params(self.model)
-            self._buffers = tuple(stored_buffers(self.model))
-            self._shards = Shards(self._named)
-            self._sync: WeightSync | None = None
-            self._share: PageAlias | None = None
+            self.model, self.optimizer = self.policy.module, self.policy.optimizer
+            built: list[Model | None] = [self.policy, self.critic, self.reference]
+            self.models = [model for model in built if model is not None]
+            self._bits = BitComparison(self.model)
+            adapters = None if config.lora is None else Adapters(self.model, config.lora)
+            self._files = TrainerFiles(self.models, adapters, runtime, self._began_with)
+            self._sync = PolicySync(self.policy, adapters, saver, layout, self._offloader)
             undo.pop_all()
+
+    @property
+    def step(self) -> int:
+        """Return the number of the policy's updates."""
+        return self.policy.step
 
     def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> Tokens:
         """Compute the policy's log-probability of every response token.
@@ -184,12 +143,12 @@ class Trainer(SaverSide):
             FloatingPointError: A log-probability is not finite: the model exceeds the range of
                 float16, or its weights are not finite.
         """
-        if base and self._adapters is None:
+        if base and self.config.lora is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
             raise ValueError(f"compute_log_prob(base=True) {rule}")
         self._require("compute_log_prob", PARAMS, prefetching=True)
         with without_adapters(self.model) if base else contextlib.nullcontext():
-            return self._logprobs("compute_log_prob", self.model, batch)
+            return self.policy.score("compute_log_prob", batch)
 
     def compute_ref_log_prob(self, batch: SequenceBatch) -> Tokens:
         """Compute the reference's log-probability of every response token.
@@ -207,10 +166,10 @@ class Trainer(SaverSide):
             StateError: The trainer has no reference, or the tag is offloaded.
             FloatingPointError: A log-probability is not finite.
         """
-        if self._adapters is not None and self.config.reference:
+        if self.config.lora is not None and self.config.reference:
             return self.compute_log_prob(batch, base=True)
         reference = self._reference("compute_ref_log_prob", REFERENCE)
-        return self._logprobs("compute_ref_log_prob", reference, batch)
+        return reference.score("compute_ref_log_prob", batch)
 
     def refresh_reference(self) -> None:
         """Copy the policy's parameters into the reference, rounded to the dtype of forward.
@@ -225,14 +184,15 @@ class Trainer(SaverSide):
             StateError: The trainer has no reference, a frozen base is the reference, or a tag is
                 offloaded.
         """
-        if self._adapters is not None:
+        if self.config.lora is not None:
             rule = "refresh_reference(): with adapters, the frozen base is the reference"
             raise StateError(f"{rule}; train without TrainerConfig.lora")
         reference = self._reference("refresh_reference", PARAMS, REFERENCE)
         with torch.no_grad():
-            for old, new in zip(reference.parameters(), self.model.parameters(), strict=True):
+            pairs = zip(reference.module.parameters(), self.model.parameters(), strict=True)
+            for old, new in pairs:
                 local_shard(old).copy_(local_shard(new))
-        self._reference_step = self.step
+        reference.step = self.step
 
     def compute_values(self, batch: SequenceBatch) -> Tokens:
         """Compute the critic's value of every response token (`Critic`).
@@ -249,7 +209,7 @@ class Trainer(SaverSide):
             StateError: The trainer has no critic, or the tag is offloaded.
             FloatingPointError: A value is not finite.
         """
-        return self._critic("compute_values", CRITIC).compute_values(batch)
+        return self._critic("compute_values", CRITIC).score("compute_values", batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
         """Run one AdamW step of the critic; see `Critic.update`.
@@ -305,45 +265,9 @@ class Trainer(SaverSide):
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
-        needed = ["old_logprobs" if batch.rollout_logprobs is None else "rollout_logprobs"]
-        needed += ["advantages", *(["ref_logprobs"] if self.config.loss.kl_coef else [])]
-        check_learning("update_actor", batch, self.model.config, needed)
-        world, size = self._runtime.world, self.config.micro_batch_size
-        own, exact = TokenValues(), self.config.exact and batch.rollout_logprobs is not None
-        unequal, logprobs = 0, batch.tokens("response_ids")
-
-        def backward(scale: float) -> list[float]:
-            nonlocal unequal, logprobs
-            learn = partial(policy_gradient, self.model, self.config, batch, world, scale, own)
-            sums = add_gradients(self.model, batch, learn, size, self._runtime)
-            self._offloader.await_content()
-            if exact:
-                logprobs = own.gather(batch, self._runtime)
-                unequal = self._bits.count(self.config, self.step, batch, logprobs)
-            return sums
-
-        rate = self.rate.after(self.step)
-        (loss, *sums), figures = optimizer_step(
-            self.optimizer, self.config, self.loss_scale, rate, self.step + 1, backward
-        )
-        self.step += 1
-        low, high, kl, entropy = (total / batch.num_tokens for total in sums)
-        if batch.rollout_logprobs is not None:
-            logprobs = logprobs if exact else own.gather(batch, self._runtime)
-            figures |= figures_of_first_update(batch, logprobs)
-        if exact:
-            figures["unequal_tokens"] = float(unequal)
+        figures = self.policy.update(batch, partial(self._compare, batch))
         self._runtime.finish()  # the step's queued work counts as part of this stage
-        return {
-            "loss": loss,
-            "clip_fraction": low + high,
-            "clip_fraction_low": low,
-            "clip_fraction_high": high,
-            "approx_kl": kl,
-            "entropy": entropy,
-            "tokens": float(batch.num_tokens),
-            **figures,
-        }
+        return figures
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         """Free torch's cached blocks, then move tags to the host and free their memory.
@@ -385,25 +309,9 @@ class Trainer(SaverSide):
 
     def empty_cache(self) -> None:
         """Free gradients, unsharded layers and torch's cached blocks."""
-        self.zero_grad()
-        for model in self.models():
-            reshard(model)
+        for model in self.models:
+            model.free()
         self._runtime.empty_cache()
-
-    def models(self) -> list[nn.Module]:
-        """Return the models that this trainer has.
-
-        Returns:
-            The policy, followed by reference and critic if they exist.
-        """
-        critic = None if self.critic is None else self.critic.model
-        return [model for model in (self.model, self.reference, critic) if model is not None]
-
-    def zero_grad(self) -> None:
-        """Free the gradients of policy and critic."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.critic is not None:
-            self.critic.optimizer.zero_grad(set_to_none=True)
 
     def connect(
         self,
@@ -422,16 +330,7 @@ class Trainer(SaverSide):
                 touched.
             SyncError: Another rank failed; the text names it.
         """
-        if self._sync is not None:
-            self._sync.close()
-        agreement, place = group_agreement(group or dist.group.WORLD), place_of(self.device)
-        ranks = self.config.exact_ranks, self.config.exact_expert_parallel
-        self._sync = WeightSync(
-            self._shards.described(), self._tensors, targets, agreement, place=place,
-            ranks=ranks if self.config.exact else None,
-        )  # fmt: skip
-        if self._layout is not None:
-            self._share = PageAlias(self.saver, PARAMS, self._layout, self._sync)
+        self._sync.connect(targets, group, self.device)
 
     def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
         """Write the parameters into the engines' pages, verify and serve them; see `WeightSync`.
@@ -453,14 +352,7 @@ class Trainer(SaverSide):
             SyncError: Another rank failed; the text names stage, rank and error.
         """
         self._require("sync_weights", PARAMS)
-        if self._sync is None:
-            rule = "sync_weights() has no rollout"
-            raise StateError(f"{rule}; call connect([engine]) first, on every rank")
-        if self._adapters is None:
-            return self._sync.sync(version, shadow=shadow)
-        names = self._adapters.names if self._sync.holds() else None
-        factors = self._adapters.factors()
-        return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
+        return self._sync.sync(version, shadow)
 
     def alias_weights(self, version: int) -> SyncReceipt:
         """Share the trainer's pages with the engines, which then serve them; see `PageAlias.share`.
@@ -480,11 +372,7 @@ class Trainer(SaverSide):
             SyncError: Another rank failed; the text names stage, rank and error.
         """
         self._require("alias_weights", PARAMS)
-        if self._share is None:
-            rule = "alias_weights() needs parameters laid out like the rollout's weights"
-            remedy = "create the trainer with layout=engine.manifest, and call connect([engine])"
-            raise StateError(f"{rule}; {remedy}")
-        return self._share.share(version)
+        return self._sync.alias(version)
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's rows of every parameter, without adapters.
@@ -492,8 +380,7 @@ class Trainer(SaverSide):
         Returns:
             Tensors by checkpoint name; tied parameters appear once.
         """
-        tensors = self._tensors()
-        return {name: tensors[name] for name in self._params}
+        return self._sync.shards()
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Save trained parameters or adapters, moments and steps, replacing an older checkpoint.
@@ -509,16 +396,8 @@ class Trainer(SaverSide):
             StateError: A tag of the checkpoint is offloaded.
             OtherRankFailed: Another rank failed; the older checkpoint stays.
         """
-        refreshed = self._reference_step
-        self._require("save_checkpoint", *TRAINED, *([REFERENCE] if refreshed else []))
-        values: dict[str, Any] = {"extra": extra or {}, "adapters": self._identity()}
-        values["reference_step"] = refreshed
-        values["began_with"] = self._began_with
-        for prefix, side in self._learners():
-            values[f"{prefix}step"] = side.step
-            values[f"{prefix}rate"] = dataclasses.asdict(side.rate)
-            values[f"{prefix}loss_scale"] = dataclasses.asdict(side.loss_scale)
-        checkpoint.save(directory, self._state(bool(refreshed)), values)
+        self._require("save_checkpoint", *self._files.tags())
+        self._files.save(directory, extra or {})
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Restore the state of `save_checkpoint` in place, bit-identical.
@@ -542,25 +421,13 @@ class Trainer(SaverSide):
                 adapters depend on them. Nothing has changed.
             OtherRankFailed: Another rank failed to read its part; other parts may have been loaded.
         """
-        refreshed = checkpoint.read_values(directory).get("reference_step", 0)
-        moves = [REFERENCE] if refreshed or self._reference_step else []
-        self._offloader.require("load_checkpoint", *TRAINED, *moves, undefined=True)
+        tags = self._files.tags(directory)
+        self._offloader.require("load_checkpoint", *tags, undefined=True)
         self._require_unaliased("load_checkpoint")
-        self.zero_grad()
-        state = self._state(bool(refreshed))
-        values = checkpoint.load(directory, state, self._identity(), self._began_with)
-        if self.reference is not None and self._reference_step and not refreshed:
-            fill_weights(self.reference, self._of_reference(), self._runtime)
-        self._reference_step = refreshed
-        for prefix, side in self._learners():
-            side.step = values[f"{prefix}step"]
-            rate, scale = (values.get(f"{prefix}{name}") for name in ("rate", "loss_scale"))
-            side.rate = LearningRate.of(side.config).continuing(rate, side.step)
-            side.loss_scale = LossScale.of(side.config).continuing(scale)
-            after_load(side.optimizer, side.step)
-        learned = PARAMS if self._adapters is None else ADAPTERS
-        self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM, *moves)
-        return values["extra"]
+        extra = self._files.load(directory)
+        frozen = () if self.config.lora is None else (PARAMS,)
+        self._offloader.note(ADAPTERS, *(tag for tag in tags if tag not in frozen))
+        return extra
 
     def save_pretrained(
         self,
@@ -598,13 +465,9 @@ class Trainer(SaverSide):
             OtherRankFailed: Another rank failed; the older folder stays.
         """
         self._require("save_pretrained", PARAMS)
-        if dtype not in (None, *DTYPES):
-            raise ValueError(f"dtype={dtype!r} cannot be saved; use {', '.join(DTYPES)}")
         self._offloader.await_content()
-        weights = ShardedWeights(self.model, self.config)
-        own = None if dtype is None else getattr(torch, dtype)
-        how: dict[str, Any] = {"merge_adapters": merge_adapters, "chat_template": chat_template}
-        save_folder(directory, weights, own, **how)
+        how = {"merge_adapters": merge_adapters, "chat_template": chat_template}
+        self._files.export(directory, dtype, **how)
 
     def close(self) -> None:
         """Unmap the rollouts' pages, and end the process group if the trainer opened it.
@@ -612,96 +475,80 @@ class Trainer(SaverSide):
         The saver stays open.
         """
         self._offloader.close()
-        if self._sync is not None:
-            self._sync.close()
+        self._sync.close()
         self._runtime.close()
 
-    def _named(self) -> dict[str, Tensor]:
-        """Return the synced parameters and buffers by checkpoint name; buffers may be replaced."""
-        return self._params | {name: self.model.get_buffer(name) for name in self._buffers}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        self._offloader.await_content()
-        return self._shards.tensors()
-
-    def _logprobs(self, method: str, model: nn.Module, batch: SequenceBatch) -> Tokens:
-        def score(micro: MicroBatch) -> Tensor:
-            with replay(model, micro.routed):
-                return micro_logprobs(model, micro, batch.temperature)[0]
-
-        size = self.config.micro_batch_size
-        logprobs = score_tokens(model, batch, score, size, self._runtime)
-        check_scores(method, logprobs, self.config)
-        return logprobs
-
-    def _add_params(self) -> None:
-        if self._adapters is not None:
-            self._offloader.add(PARAMS, lambda: "frozen", companions=(ADAPTERS,))
-            return
-        # Without other models the policy is offloaded once per step, after it has changed.
-        alone = self.reference is None and self.config.critic is None
-        self._offloader.add(PARAMS, None if alone else lambda: self.step)
-
-    def _build_reference(self, shard_dims: Mapping[str, int] | None) -> nn.Module | None:
-        """Build the reference and offload it, before other models take memory."""
+    def _build_reference(self, shard_dims: Mapping[str, int] | None) -> Policy | None:
         if not self.config.reference or self.config.lora is not None:
             return None
+        config = dataclasses.replace(self.config, optimizer_offload=False)
         # Sharded like the policy, so that each rank has what `refresh_reference` copies.
-        reference = build_model(
-            self._of_reference(), self._runtime, self.saver, shard_dims, tag=REFERENCE
-        )
-        self._offloader.add(REFERENCE, lambda: self._reference_step)
-        self._offloader.offload(REFERENCE)
+        runtime, saver = self._runtime, self.saver
+        reference = Policy.build(config, runtime, saver, REFERENCE, shard_dims=shard_dims)
+        self._offloader.add(REFERENCE, lambda: reference.step)
+        self._offloader.offload(REFERENCE)  # before other models take memory
         return reference
 
-    def _of_reference(self) -> TrainerConfig:
-        return dataclasses.replace(self.config, optimizer_offload=False)
+    def _build_policy(self, **how: Any) -> Policy:
+        config, offloader = self.config, self._offloader
+        policy = Policy.build(config, self._runtime, self.saver, PARAMS, OPTIM, **how)
+        if config.router_aux_loss_coef and not balanced_routers(policy.module):
+            rule = "needs a mixture of experts with this loss, which this model is not"
+            raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; set it to 0")
+        masters = dict[nn.Parameter, Tensor]()
+        if isinstance(policy.optimizer, StreamedAdamW):
+            masters = policy.optimizer.masters()
+            fill_weights(policy.module, config, self._runtime, masters)
+            policy.optimizer.publish()
+        self._began_with = self._runtime.digest(policy.module, masters)
+        if config.lora is not None:
+            offloader.add(PARAMS, lambda: "frozen", companions=(ADAPTERS,))
+        else:
+            # Without other models the policy is offloaded once per step, after it has changed.
+            alone = self.reference is None and config.critic is None
+            offloader.add(PARAMS, None if alone else lambda: policy.step)
+        offloader.add(OPTIM, empty=config.optimizer_offload)
+        # A reload may still be copying. Forward waits for the shards of its next unit, and the
+        # optimizer step waits for the moments.
+        offloader.order = partial(shards_in_order, policy.module)
+        await_shards(policy.module, offloader.await_content)
+        policy.optimizer.register_step_pre_hook(lambda *_: offloader.await_content())
+        return policy
 
-    def _reference(self, method: str, *tags: str) -> nn.Module:
+    def _build_critic(self) -> Critic | None:
+        if self.config.critic is None:
+            return None
+        config = self.config.of_critic()
+        critic = Critic.build(config, self._runtime, self.saver, CRITIC, CRITIC_OPTIM)
+        self._offloader.add(CRITIC, lambda: critic.step)
+        self._offloader.add(CRITIC_OPTIM)
+        return critic
+
+    def _reference(self, method: str, *tags: str) -> Policy:
         if self.reference is None:
             rule = f"{method}() has no reference"
             raise StateError(f"{rule}; create the trainer with reference=True")
         self._require(method, *tags)
         return self.reference
 
-    def _build_critic(self) -> Critic | None:
-        if self.config.critic is None:
-            return None
-        critic = Critic(self.config, self._runtime, self.saver)
-        self._offloader.add(CRITIC, lambda: critic.step)
-        self._offloader.add(CRITIC_OPTIM)
-        return critic
-
     def _critic(self, method: str, *tags: str) -> Critic:
         if self.critic is None:
-            raise StateError(
-                f"{method}() has no critic; create the trainer with critic=CriticConfig()"
-            )
+            rule = f"{method}() has no critic"
+            raise StateError(f"{rule}; create the trainer with critic=CriticConfig()")
         self._require(method, *tags)
         return self.critic
 
-    def _learners(self) -> list[tuple[str, Any]]:
-        """Return policy and critic, each with the prefix of its values in a checkpoint."""
-        return [("", self), *([] if self.critic is None else [("critic_", self.critic)])]
-
-    def _state(self, reference: bool) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint; a trainer rebuilds its first reference."""
-        state = checkpoint.state(self.model, self.optimizer)
-        if self.critic is not None:
-            state |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
-        if self.reference is not None and reference:
-            named = self.reference.named_parameters()
-            state |= {f"reference.{name}": param.detach() for name, param in named}
-        return state
-
-    def _identity(self) -> dict[str, Any] | None:
-        return None if self._adapters is None else self._adapters.identity()
+    def _compare(self, batch: SequenceBatch, logprobs: Tokens) -> dict[str, float]:
+        """Return the figures of an exact trainer's update, or raise UnequalTokens."""
+        if not self.config.exact:
+            return {}
+        unequal = self._bits.count(self.config, self.step, batch, logprobs)
+        return {"unequal_tokens": float(unequal)}
 
     def _require(self, method: str, *tags: str, prefetching: bool = False) -> None:
         """Require reloaded tags and a complete update; see `Offloader.require`."""
         self._offloader.require(method, *tags, prefetching=prefetching)
-        critic = [] if self.critic is None else [self.critic.optimizer]
-        if not all(getattr(optimizer, "whole", True) for optimizer in (self.optimizer, *critic)):
+        if not all(model.whole for model in self.models):
             text = "an update was interrupted; parameters, masters and moments belong to two steps"
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or restart")
 

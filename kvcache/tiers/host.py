@@ -201,6 +201,8 @@ class HostKVCache:
         with torch.cuda.stream(self._stream):
             rows, slots = self._on_device(rows), self._on_device(device_slots)
             slots.record_stream(self._stream)  # the caller may release its tensor
+        # Steps that are queued on the caller's stream may still write the rows that leave, or read
+        # those that the arriving ones replace.
         self._stream.wait_stream(torch.cuda.current_stream(self.pool.device))
         with torch.cuda.stream(self._stream):
             for group in groups:

@@ -10,6 +10,7 @@ import torch
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.memory import pinned_arena
 from memsaver.memory.backend import Backend
+from memsaver.memory.caching_allocator import CachingAllocator
 from memsaver.memory.memfd import HostBackend
 from memsaver.memory.pinned_arena import HUGE_PAGE, Pinner
 from memsaver.memory.torch_allocator import clear_workspaces, empty_torch_cache, on_a_tag
@@ -17,6 +18,7 @@ from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import Finalizer
 
 __all__ = [
+    "CachingAllocator",
     "as_device",
     "clear_workspaces",
     "empty_torch_cache",

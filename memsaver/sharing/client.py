@@ -86,6 +86,8 @@ class Owner:
 
     def _recall(self, numbers: Sequence[int]) -> None:
         """Recall leases by number; the owner repeats the call for leases still being set up."""
+        # In the working thread: each lease that ends calls the owner, and the reading thread
+        # delivers the answer. In the reading thread only after the connection has ended.
         for number in numbers:
             if (lease := self.recalls.get(number)) is not None:
                 lease.recall_in_thread()

@@ -203,11 +203,17 @@ def lease_extents(
         owner = owner_of(ticket.socket_name)
     ask = partial(_ask, owner, ticket, backend, undo, kept)
     with owner.granting:
-        number, granted, forgotten = ask()
-        if lost := imports.missing([extent_id for extent_id, _, _ in granted]):
-            forgotten += lost  # they came with an answer that was too late
+        try:
+            number, granted, forgotten = ask()
+            if lost := imports.missing([extent_id for extent_id, _, _ in granted]):
+                forgotten += lost  # they came with an answer that was too late
+                undo.close()
+                number, granted, _ = ask()
+        except BaseException:
+            # Ends a failed lease before another thread asks. Otherwise the owner would forget
+            # extents that the other thread has imported in between, and send them a second time.
             undo.close()
-            number, granted, _ = ask()
+            raise
     ids = [extent_id for extent_id, _, _ in granted]
     handles = imports.pin(ids)
     undo.callback(imports.unpin, ids)

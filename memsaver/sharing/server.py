@@ -47,7 +47,9 @@ class Link:
     """One connection of a peer process."""
 
     endpoint: rpc.Endpoint = field(init=False)
-    imported: set[int] = field(default_factory=set)  # ids of extents
+    # Ids of extents. The working thread adds ids under the saver's lock, and an `unlease` removes
+    # some in the reading thread without it. A peer never sends both together (`Owner.granting`).
+    imported: set[int] = field(default_factory=set)
     leases: dict[int, str] = field(default_factory=dict)  # tag by number of the lease
     kept: set[int] = field(default_factory=set)  # leases that may stay mapped between uses
 
@@ -229,6 +231,8 @@ class ShareServer:
             link.endpoint = rpc.Endpoint(
                 connection, serve, gone, "memsaver-owner", prompt=["unlease"]
             )
+            # The list has the link before its threads start: they may end immediately, and `_gone`
+            # then removes it.
             with self._changed:
                 self._links.append(link)
             try:

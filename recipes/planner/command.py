@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console
@@ -24,8 +25,8 @@ from recipes.config.recipe import Recipe
 from recipes.config.rules import checked
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.logs.run_folder import OUTSIDE, check_holds_run, read_json
-from recipes.planner.memory_plan import MemoryPlan, placed
-from recipes.planner.plan_apart import plan_with_remedies, planned_device
+from recipes.planner.memory_plan import MemoryPlan, PlanRequest, placed
+from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import GIB
 from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
@@ -46,7 +47,7 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
         check_holds_run("--into", into)
     recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
     outside = None if into is None else read_json(into / OUTSIDE).get("bytes")
-    how = {"staged": not options.unstaged, "prompt": prompt, "outside": outside}
+    how = {"staged": not options.unstaged, "prompt_tokens": prompt, "outside": outside}
     plan = plan_of(recipe, name, gpu=options.gpu, **how)
     print_plan(plan)
     if picture is not None:
@@ -61,15 +62,7 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def plan_of(
-    recipe: Recipe,
-    name: str,
-    *,
-    gpu: str | None,
-    staged: bool = True,
-    prompt: int | None = None,
-    outside: int | None = None,
-) -> MemoryPlan:
+def plan_of(recipe: Recipe, name: str, *, gpu: str | None, **how: Any) -> MemoryPlan:
     """Plan a recipe with its own model and longest prompt, and try the remedies.
 
     If the model is not on this machine, the plan takes `model.shape` and guesses the prompt length.
@@ -78,9 +71,7 @@ def plan_of(
         recipe: The recipe.
         name: Title of the plan.
         gpu: GPU to plan for, as `placed` takes it; None: that of the recipe's cluster.
-        staged: Whether only the weights wake before the sync, and the rest of the engine after it.
-        prompt: Tokens of the longest prompt, in place of the task's.
-        outside: Bytes outside of tags, as in `planning`.
+        **how: Further fields of `PlanRequest`; `prompt_tokens` are in place of the task's.
 
     Raises:
         RecipeError: The recipe cannot be planned.
@@ -92,17 +83,17 @@ def plan_of(
             directory, tokenizer = stack.enter_context(
                 described_model(recipe, tasks, weights=False)
             )
-            if prompt is None:
+            if how.get("prompt_tokens") is None:
                 tasks, _ = encoded_tasks(recipe, tasks, tokenizer, datetime.now())
-                prompt = max(len(problem.prompt_ids) for problem in tasks.problems())
+                longest = max(len(problem.prompt_ids) for problem in tasks.problems())
+                how["prompt_tokens"] = longest
         except RecipeError:
             if recipe.model.path is None or recipe.model.shape is None:
                 raise
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), directory)
-        decisions = first_decisions(recipe, directory, planned_device(recipe))
-        how = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
-        return plan_with_remedies(recipe, decisions, name, directory, card, how)
+        request = PlanRequest(name=name, gpu=card, directory=directory, **how)
+        return plan_with_remedies(recipe, first_decisions(recipe, directory), request)
 
 
 _WIDTH = 132  # columns of output that goes to no terminal

@@ -10,13 +10,11 @@ import contextlib
 import dataclasses
 import gc
 import math
-import tempfile
 from array import array
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver
+from memsaver.memory import CachingAllocator
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
@@ -33,7 +32,6 @@ from recipes.config.sections import LoopSection
 from recipes.logs.peaks import Peaks
 from recipes.loops.loop import Loop
 from recipes.loops.sink import Sink
-from recipes.planner.allocator import CachingAllocator
 from recipes.planner.planned_device import (
     ATTENTION,
     PACKED_ATTENTION,
@@ -41,23 +39,25 @@ from recipes.planner.planned_device import (
     register_attention,
 )
 from recipes.planner.planned_sides import EngineSizes, PlannedRollout, PlannedSaver, used_bytes
-from recipes.setup.model_files import describe_random_model, toy_tokenizer
+from recipes.setup.model_files import toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
-from trainer_bridge import Cycle, SequenceBatch
+from trainer_bridge import Cycle, SequenceBatch, TrainerConfig
 from trainer_bridge.exact import plan_exact
-from trainer_bridge.learning import Tokens
-from trainer_bridge.models import Runtime, code_tables
+from trainer_bridge.models import Adapters, Runtime, code_tables
 from trainer_bridge.offload import Wait
-from trainer_bridge.sync import SyncReceipt, scratch_for
+from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.tag_names import REFERENCE
 from trainer_bridge.trainer import Trainer
 
 Stages = dict[str, dict[str, Any]]
 """Peaks by stage, as in `recipes.logs.peaks.Peaks`."""
-_Result = TypeVar("_Result")
+_PASSES = (
+    *("compute_log_prob", "compute_ref_log_prob", "compute_values"),
+    *("update_critic", "update_actor"),
+)
 _BUILD = "build"  # key of the trainer's construction
 _SPARE = 1 << 30  # bytes that an overlapped reload leaves free (`Offloader`)
 
@@ -115,6 +115,10 @@ class PlannedTrainer(Trainer):
     are back when it ends, if the device has room for them. Tags that come back during scoring are
     back immediately.
 
+    Args:
+        config: Configuration of a trainer with random weights.
+        runtime: The planned device.
+
     Attributes:
         saver: The planned saver.
         room: Bytes of the device for both sides.
@@ -124,55 +128,45 @@ class PlannedTrainer(Trainer):
     saver: PlannedSaver  # type: ignore[assignment]
     room: int
     rollout: PlannedRollout
-    _scratch: Tensor | None = None
-    _leaving: tuple[str, ...] = ()
-    _returning: tuple[str, ...] = ()
+
+    def __init__(self, config: TrainerConfig, runtime: PlannedRuntime) -> None:
+        # PlannedSaver has the methods that a trainer without a layout needs.
+        saver = cast(MemorySaver, PlannedSaver(runtime.planned))
+        super().__init__(config, saver, runtime=runtime)
+        self.runtime = runtime
+        self.adapters = Adapters(self.model, config.lora) if config.lora else None
+        self._scratch: Tensor | None = None
+        self._leaving = self._returning = tuple[str, ...]()
+        for name in _PASSES:
+            setattr(self, name, partial(self._once, name))
 
     def begin(self, rollout: PlannedRollout, decisions: Decisions) -> None:
         """Return to the state of a new trainer with these decisions beside the given rollout."""
         self.rollout = rollout
-        self._runtime.keep_unsharded = decisions.keep_unsharded
+        self.runtime.keep_unsharded = decisions.keep_unsharded
         size = decisions.micro_batch_size
         self.config = dataclasses.replace(self.config, micro_batch_size=size)
-        if self.critic is not None:
-            config = dataclasses.replace(self.critic.config, micro_batch_size=size)
-            self.critic.config = config
+        for model in self.models:
+            model.config = dataclasses.replace(model.config, micro_batch_size=size)
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
-        self._offloader.reload()
+        super().reload()
         if self.reference is not None:
-            self._offloader.offload(REFERENCE)
+            super().offload(REFERENCE)
         self.saver.planned.clear()
         self.saver.planned.once(_BUILD, lambda: self)
 
-    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> Tokens:
-        return self._once(super().compute_log_prob, batch, base=base)
-
-    def compute_ref_log_prob(self, batch: SequenceBatch) -> Tokens:
-        return self._once(super().compute_ref_log_prob, batch)
-
-    def compute_values(self, batch: SequenceBatch) -> Tokens:
-        return self._once(super().compute_values, batch)
-
-    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        return self._once(super().update_critic, batch)
-
-    def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        return self._once(super().update_actor, batch)
-
-    def _once(
-        self, method: Callable[..., _Result], batch: SequenceBatch, **how: Hashable
-    ) -> _Result:
+    def _once(self, name: str, batch: SequenceBatch, **how: Hashable) -> Any:
+        """Run a pass, or repeat its memory requests if there was an equal one."""
         scores_itself = batch.old_logprobs is None
-        key = method.__name__, tuple(map(len, batch.response_ids)), scores_itself, *how.values()
-        key = *key, self._runtime.keep_unsharded, self.config.micro_batch_size
-        return self.saver.planned.once(key, partial(method, batch, **how))
+        key = name, tuple(map(len, batch.response_ids)), scores_itself, *how.items()
+        key = *key, self.runtime.keep_unsharded, self.config.micro_batch_size
+        return self.saver.planned.once(key, partial(getattr(Trainer, name), self, batch, **how))
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if into is not None:
-            self.rollout.handed_over.add((tags, into))
-            sizes = Counter(self.saver.sizes())  # 0 for the tag of an optimizer on the host
-            self.rollout.receive(sum(map(sizes.__getitem__, tags)), into)
+            sizes = self.saver.sizes()  # without the tag of an optimizer on the host
+            self.rollout.receive({tag: sizes.get(tag, 0) for tag in tags}, into)
         if wait:
             super().offload(*tags)
         else:
@@ -195,18 +189,15 @@ class PlannedTrainer(Trainer):
         self._leaving = self._returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
-        if self._adapters is not None:
+        if self.adapters is not None:
             if self._scratch is None:
-                self._scratch = scratch_for(self._tensors(), self._adapters.names)
-            self.saver.planned.once("merge", self._gather_factors)
+                self._scratch = self.adapters.scratch()
+            gather = self.adapters.factors
+            self.saver.planned.once("merge", lambda: gather().clear())
         return self.alias_weights(version)
 
     def alias_weights(self, version: int) -> SyncReceipt:
         return SyncReceipt(version=version, digests=(), seconds=0, verify_seconds=0, stages={})
-
-    def _gather_factors(self) -> None:
-        assert self._adapters is not None
-        self._adapters.factors()
 
 
 class PeaksSink(Sink):
@@ -277,11 +268,7 @@ def dry_run(
     )
     stages = _of_a_later_step(loop, sink.peaks, saver.planned)
     sizes = saver.sizes()
-    all_sizes = Counter(sizes | engine.tags)  # 0 for the tag of an optimizer on the host
-    pairs = [
-        (map(all_sizes.__getitem__, tags), all_sizes[into]) for tags, into in rollout.handed_over
-    ]
-    handed_over = sum(min(sum(given), taken) for given, taken in pairs)
+    handed_over = sum(rollout.handed_over.values())
     return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
 
 
@@ -339,39 +326,31 @@ def _frozen() -> Iterator[None]:
 def planned_trainer(
     recipe: Recipe,
     decisions: Decisions,
-    fields: dict[str, Any],
+    directory: Path,
     *,
     prompt_tokens: int,
     workspace_bytes: int,
 ) -> Iterator[tuple[Callable[[Decisions], Setup], PlannedTrainer]]:
     """Build the recipe's trainer on a planned device, for dry runs with any further decisions.
 
-    `fields` is the model's config, and every prompt has `prompt_tokens` tokens. The function makes
-    the setup of a dry run, whose answers depend on its micro batch. Both live inside the block.
+    `directory` is the model's folder, and every prompt has `prompt_tokens` tokens. The function
+    makes the setup of a dry run, whose answers depend on its micro batch. Both live inside the
+    block.
     """
     device = PlannedDevice(workspace_bytes)
     if recipe.trainer.optimizer == "adamw_8bit":
         code_tables()  # An import on the planned device would leave tensors without content.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _alone_among(recipe.cluster.size) as mesh,
-        device,
-        _frozen(),
-    ):
-        tokenizer = toy_tokenizer([])
-        describe_random_model(fields, tokenizer, Path(folder))
+    with _alone_among(recipe.cluster.size) as mesh, device, _frozen():
 
         def make_setup(decisions: Decisions) -> Setup:
-            return _setup(recipe, decisions, tokenizer, Path(folder), prompt_tokens)
+            return _setup(recipe, decisions, directory, prompt_tokens)
 
         config = trainer_config(make_setup(decisions))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         # An exact trainer launches kernels.
         config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
-        # PlannedSaver has the methods that a trainer without a layout needs.
-        saver = cast(MemorySaver, PlannedSaver(device))
-        trainer = device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
+        trainer = device.once(_BUILD, lambda: PlannedTrainer(config, runtime))
         if decisions.exact:
             plan_exact(trainer.model)
         yield make_setup, trainer
@@ -393,9 +372,7 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _setup(
-    recipe: Recipe, decisions: Decisions, tokenizer: Any, folder: Path, prompt_tokens: int
-) -> Setup:
+def _setup(recipe: Recipe, decisions: Decisions, directory: Path, prompt_tokens: int) -> Setup:
     answers = min(2 * decisions.micro_batch_size, recipe.answers_per_rank)
     group = 2 if recipe.algorithm == "grpo" else 1
     prompts = max(1, math.ceil(answers / group))
@@ -425,8 +402,8 @@ def _setup(
         recipe=small,
         decisions=decisions,
         tasks=Tasks(trained=(task,)),
-        tokenizer=tokenizer,
-        model_dir=folder,
+        tokenizer=toy_tokenizer([]),
+        model_dir=directory,
         device="cpu",
         kv_tokens=0,
         max_request_tokens=prompt_tokens + recipe.sampling.max_tokens,

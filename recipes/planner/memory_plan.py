@@ -1,6 +1,6 @@
 """Memory plans: the bytes of every stage, whether they fit, and what to change if not.
 
-`planning` plans a recipe with given decisions (`switch_plan.py` makes them).
+`Planning` plans a recipe with given decisions (`switch_plan.py` makes them).
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from memsaver.memory import pinned_arena
@@ -17,29 +17,22 @@ from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
-from recipes.config.rules import broken_rules, checked
-from recipes.errors import RecipeError, shown
+from recipes.config.rules import broken_rules
+from recipes.errors import RecipeError
 from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
 from recipes.planner.planned_device import PAGE
 from recipes.planner.planned_sides import NO_ENGINE, EngineSizes
-from recipes.planner.sizes import (
-    GIB,
-    MESSAGES,
-    MIB,
-    Gpu,
-    engine_group,
-    engine_sizes,
-    find_gpu,
-    outside_of,
-    trainer_group,
-)
+from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu
 from recipes.planner.stage_plan import StagePlan, always_awake
-from recipes.setup.model_files import meta_model
 from recipes.setup.pool import pool_fault, request_tokens
 from recipes.setup.preparation import check_context
-from rollout.model import longest_context
+from rollout.hosted import OUTSIDE
+from rollout.model import load_hf_config, longest_context
+from rollout.parallel import GROUP_BYTES
 from rollout.tag_names import KV_CACHE, WEIGHTS
+from trainer_bridge.models import group_bytes
+from trainer_bridge.sync import RELAY_BYTES
 from trainer_bridge.tag_names import CRITIC_OPTIM, OPTIM, PARAMS
 
 GUESSED_PROMPT = 64  # tokens of a prompt without a tokenizer at hand
@@ -48,10 +41,11 @@ PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, librarie
 _SPARE = 256 * MIB
 _ERROR = 0.03  # share of a GPU by which a plan may be off
 _WORTH = 0.01  # share of a shortage that a change must be able to free
-_MOST_WAYS = 3  # largest number of changes that a remedy names
 _LARGER_GPUS = "take more or larger GPUs (--gpu)"
 
 
+Outside = dict[str, int | None]
+"""Bytes of a hosted engine and of contexts outside of tags, as "assumed" and as "measured"."""
 Change = tuple[str, Any]
 """A key and its new value."""
 
@@ -95,8 +89,7 @@ class MemoryPlan:
         grows: Whether the pool can begin small.
         handed_over: Bytes of a step that go to the other side, if the recipe allows it.
         exposed: Seconds of a step in which only the switch runs.
-        outside: Bytes of a hosted engine and of contexts outside of tags, as "assumed" and as
-            "measured"; None: the native engine.
+        outside: Bytes outside of tags; None: the native engine.
     """
 
     name: str
@@ -114,7 +107,7 @@ class MemoryPlan:
     handed_over: int = 0
     exposed: float = 0.0
     host_room: float | None = None
-    outside: dict[str, int | None] | None = None
+    outside: Outside | None = None
     rollout_devices: int = 0
     machines: int = 1
     rollout_stages: tuple[StagePlan, ...] = ()
@@ -165,86 +158,96 @@ class MemoryPlan:
         return {**facts, "stages": stages, "decisions": self.decisions.as_json()}
 
 
-@contextlib.contextmanager
-def planning(
-    recipe: Recipe,
-    decisions: Decisions,
-    name: str,
-    card: Gpu,
-    *,
-    staged: bool = True,
-    prompt_tokens: int | None = None,
-    fields: Mapping[str, Any] | None = None,
-    outside: int | None = None,
-) -> Iterator[tuple[Callable[[Decisions], MemoryPlan], int]]:
-    """Yield a function that plans a recipe with further decisions.
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan is made for, besides its recipe.
 
-    The number beside the function is the elements of the longest sequence's hidden states: its
-    tokens times their width.
+    Attributes:
+        name: Title of the plan.
+        gpu: The GPU.
+        directory: Folder of the model.
+        prompt_tokens: Tokens of the longest prompt; None: a guess.
+        staged: Whether only the weights wake before the sync, and the rest of the engine after it.
+        outside: Bytes outside of tags that a run with a hosted engine measured.
+    """
+
+    name: str
+    gpu: Gpu
+    directory: Path
+    prompt_tokens: int | None = None
+    staged: bool = True
+    outside: int | None = None
+
+
+class Planning:
+    """Plans of a recipe with further decisions.
 
     Args:
         recipe: The recipe.
         decisions: Decisions, of which `exact` and `alias` are made.
-        name: Name of the recipe.
-        card: The GPU.
-        staged: Whether only the weights wake before the sync, and the rest of the engine after it.
-        prompt_tokens: Tokens of the longest prompt; None: a guess.
-        fields: Fields of the model's config; None: those of the recipe's random model.
-        outside: Bytes outside of tags that a run measured (`outside_of`).
+        request: What to plan for.
 
     Raises:
         RecipeError: The recipe cannot be planned.
-        ValueError: This process is part of a torch.distributed group.
+
+    Attributes:
+        elements: Elements of the longest sequence's hidden states: its tokens times their width.
     """
-    model = dict(fields or recipe.model.random_fields())
-    notes, outside_sizes = _notes(recipe, card, prompt_tokens, outside), None
-    if recipe.engine.hosted:
-        outside_sizes = {"assumed": outside_of(recipe, card, None), "measured": outside}
-        card = card._replace(contexts=outside_of(recipe, card, outside))
-    half, cluster = card.contexts // 2, recipe.cluster
-    if cluster.machines > 1:
-        half, card = half + MESSAGES, card._replace(contexts=card.contexts + MESSAGES)
-    own = _trainer_gpu(recipe, card, half)
-    if prompt_tokens is None:
-        prompt_tokens = GUESSED_PROMPT
-    config = meta_model(model).config
-    check_context(recipe, prompt_tokens, longest_context(config))
-    exact = bool(decisions.exact)
-    sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens, exact)
-    beside = sizes if cluster.colocate else NO_ENGINE  # what shares a GPU with the trainer
-    given = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
-    with planned_trainer(recipe, decisions, model, **given) as (make_setup, trainer):
 
-        def plan(decided: Decisions) -> MemoryPlan:
-            room = own.total - own.contexts
-            run = dry_run(decided, beside, make_setup, trainer, room=room, staged=staged)
-            stages, host_bytes = _of_device_and_host(run, recipe, decided, own, sizes)
-            awake = () if not cluster.apart else always_awake(sizes, half + engine_group(recipe))
-            pools = [*stages, *awake]
-            most = _most_tokens(pools, own, kv_tokens, per_token, recipe.engine.page_size)
-            plan = MemoryPlan(
-                name=name,
-                decisions=decided,
-                gpu=own,
-                devices=cluster.size,
-                stages=stages,
-                rollout_devices=cluster.apart,
-                machines=cluster.machines,
-                rollout_stages=awake,
-                host_bytes=host_bytes,
-                kv_tokens=kv_tokens,
-                most_kv_tokens=most,
-                token_bytes=per_token,
-                grows=beside.grows,
-                notes=tuple(notes),
-                handed_over=run.handed_over,
-                host_room=_host_room(recipe),
-                outside=outside_sizes,
-            )
-            return dataclasses.replace(plan, shortages=_shortages(plan, recipe, prompt_tokens))
-
+    def __init__(self, recipe: Recipe, decisions: Decisions, request: PlanRequest) -> None:
+        self._recipe, self._decisions, self._request = recipe, decisions, request
+        self._prompt = prompt = request.prompt_tokens or GUESSED_PROMPT
+        own, self._engine_contexts, self._outside = _contexts(recipe, request)
+        self._gpu = request.gpu._replace(contexts=own)
+        config = load_hf_config(request.directory)
+        check_context(recipe, prompt, longest_context(config))
+        self._engine, self._tokens, self._token_bytes = engine_sizes(
+            recipe, request.directory, request.gpu, prompt, bool(decisions.exact)
+        )
         width = config.get_text_config().hidden_size
-        yield plan, width * (prompt_tokens + recipe.sampling.max_tokens)
+        self.elements = width * (prompt + recipe.sampling.max_tokens)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[Callable[[Decisions], MemoryPlan]]:
+        """Yield a function that plans with further decisions, inside the block.
+
+        Raises:
+            ValueError: This process is part of a torch.distributed group.
+        """
+        card, recipe = self._gpu, self._recipe
+        given = {"prompt_tokens": self._prompt, "workspace_bytes": card.workspace}
+        # What shares a GPU with the trainer.
+        beside = self._engine if recipe.cluster.colocate else NO_ENGINE
+        how: dict[str, Any] = {"room": card.total - card.contexts, "staged": self._request.staged}
+        with planned_trainer(recipe, self._decisions, self._request.directory, **given) as pair:
+            yield lambda decided: self._plan(decided, dry_run(decided, beside, *pair, **how))
+
+    def _plan(self, decided: Decisions, run: DryRun) -> MemoryPlan:
+        recipe, cluster, engine = self._recipe, self._recipe.cluster, self._engine
+        stages, host_bytes = _of_device_and_host(run, recipe, decided, self._gpu, engine)
+        awake = always_awake(engine, self._engine_contexts) if cluster.apart else ()
+        plan = MemoryPlan(
+            name=self._request.name,
+            decisions=decided,
+            gpu=self._gpu,
+            devices=cluster.size,
+            stages=stages,
+            rollout_devices=cluster.apart,
+            machines=cluster.machines,
+            rollout_stages=awake,
+            host_bytes=host_bytes,
+            host_room=_host_room(recipe),
+            kv_tokens=self._tokens,
+            most_kv_tokens=0,
+            token_bytes=self._token_bytes,
+            grows=cluster.colocate and engine.grows,
+            notes=tuple(_notes(recipe, self._request, self._outside)),
+            handed_over=run.handed_over,
+            outside=self._outside,
+        )
+        most = _most_tokens(plan, recipe.engine.page_size)
+        plan = dataclasses.replace(plan, most_kv_tokens=most)
+        return dataclasses.replace(plan, shortages=_shortages(plan, recipe, self._prompt))
 
 
 def _of_device_and_host(
@@ -269,38 +272,40 @@ def _of_device_and_host(
     return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
 
-def _notes(recipe: Recipe, card: Gpu, prompt_tokens: int | None, outside: int | None) -> list[str]:
-    """Return the assumptions of a plan, and what it leaves out; arguments as of `planning`."""
-    notes = []
-    if recipe.engine.hosted:
-        held = outside_of(recipe, card, outside) / GIB
-        how = "assumed until a run measures it" if outside is None else "as the run measured it"
-        notes.append(
-            f"{recipe.engine.kind} and contexts hold {held:.2f} GiB outside of tags, {how}"
-        )
-    else:
-        if not card.measured:
-            notes.append(f"contexts on {card.name} are assumed to be those of the H100")
-        if recipe.cluster.apart:
-            notes.append("a single process on a GPU is assumed to have half of the contexts of two")
+def _notes(recipe: Recipe, request: PlanRequest, outside: Outside | None) -> Iterator[str]:
+    """Yield the assumptions of a plan, and what it leaves out."""
+    if outside is not None:
+        measured = request.outside is not None
+        held = outside["measured" if measured else "assumed"] or 0
+        how = "as the run measured it" if measured else "assumed until a run measures it"
+        yield f"{recipe.engine.kind} and contexts hold {held / GIB:.2f} GiB outside of tags, {how}"
+    elif not request.gpu.measured:
+        yield f"contexts on {request.gpu.name} are assumed to be those of the H100"
+    if recipe.cluster.apart and not recipe.engine.hosted:
+        yield "a single process on a GPU is assumed to have half of the contexts of two"
     if recipe.cluster.machines > 1:
-        notes.append("NCCL's memory for syncs between machines is not in the plan")
-    if prompt_tokens is None:
-        notes.append(f"prompts are assumed to have {GUESSED_PROMPT} tokens")
-    return notes
+        yield "NCCL's memory for syncs between machines is not in the plan"
+    if request.prompt_tokens is None:
+        yield f"prompts are assumed to have {GUESSED_PROMPT} tokens"
 
 
-def _trainer_gpu(recipe: Recipe, card: Gpu, half: int) -> Gpu:
-    """Return the GPU of a trainer rank, whose contexts include those of NCCL's groups.
+def _contexts(recipe: Recipe, request: PlanRequest) -> tuple[int, int, Outside | None]:
+    """Return the bytes of contexts and of NCCL on a trainer's GPU, and on an engine's alone.
 
-    `half` are the contexts of a single process.
+    With a hosted engine, they hold all its memory outside of tags, which is the third result.
     """
-    if not recipe.cluster.colocate:
-        return card._replace(contexts=half + trainer_group(recipe))
+    cluster, both, outside = recipe.cluster, request.gpu.contexts, None
+    trainer = group_bytes(cluster.size, bool(recipe.checkpoint.every))
+    engine = GROUP_BYTES if recipe.engine.tensor_parallel_size > 1 else 0
+    groups = trainer + engine
     if recipe.engine.hosted:
-        return card
-    both = trainer_group(recipe) + engine_group(recipe)
-    return card._replace(contexts=card.contexts + both)
+        assumed, measured = both // 2 + groups + OUTSIDE, request.outside
+        outside = {"assumed": assumed, "measured": measured}
+        both, groups = assumed if measured is None else measured, 0
+    messages = RELAY_BYTES if cluster.machines > 1 else 0
+    single = both // 2 + messages  # of one process
+    own = both + messages + groups if cluster.colocate else single + trainer
+    return own, single + engine, outside
 
 
 def _host_room(recipe: Recipe) -> float | None:
@@ -343,13 +348,11 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     return placed
 
 
-def _most_tokens(
-    stages: Sequence[StagePlan], gpu: Gpu, tokens: int, per_token: int, page: int
-) -> int:
+def _most_tokens(plan: MemoryPlan, page: int) -> int:
     """Return the tokens of a pool that takes all memory left in the stages that have a pool."""
-    used = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
-    left = (gpu.total - _SPARE - max(used, default=0)) // PAGE * PAGE  # The pool takes whole pages.
-    return max(0, tokens + math.floor(left / per_token / page) * page)
+    used = [stage.device_bytes for stage in plan.rows if stage.tags.get("kv_cache")]
+    left = (plan.room - max(used, default=0)) // PAGE * PAGE  # The pool takes whole pages.
+    return max(0, plan.kv_tokens + math.floor(left / plan.token_bytes / page) * page)
 
 
 def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str, Shortage]:
@@ -423,51 +426,6 @@ def _less_kv(plan: MemoryPlan, recipe: Recipe) -> Change:
         return "engine.kv_tokens", most
     fraction += (most - plan.kv_tokens) * plan.token_bytes / plan.gpu.total
     return "engine.mem_fraction_static", math.floor(fraction * 100) / 100
-
-
-def remedied(
-    plan: MemoryPlan, recipe: Recipe, replan: Callable[[Recipe, Decisions], MemoryPlan]
-) -> MemoryPlan:
-    """Return the plan with remedies that were tried out.
-
-    The ways out of a shortage are planned one after the other, which takes seconds each, until
-    `_MOST_WAYS` of them reduce the shortage and increase no other. `replan` plans another recipe
-    with decisions for its keys that are auto, and raises ValueError for an impossible recipe.
-    """
-    tried: dict[str, Mapping[str, Shortage]] = {}
-
-    def missing(shortages: Mapping[str, Shortage], kind: str) -> int:
-        return shortages[kind].missing if kind in shortages else 0
-
-    def helps(kind: str, change: Change) -> bool:
-        text = _set(change)
-        if text not in tried:
-            tried[text] = plan.shortages
-            with contextlib.suppress(ValueError):  # The changed recipe is impossible.
-                changed = _changed(recipe, *change)
-                if changed != recipe:
-                    tried[text] = replan(changed, plan.decisions).shortages
-        left = tried[text]
-        worse = any(missing(left, name) > missing(plan.shortages, name) for name in left)
-        return not worse and missing(left, kind) < missing(plan.shortages, kind)
-
-    shortages = {}
-    for kind, shortage in plan.shortages.items():
-        ways = (_set(change) for change in shortage.ways if helps(kind, change))
-        remedies = [*islice(ways, _MOST_WAYS), shortage.remedy]
-        shortages[kind] = shortage._replace(remedy=", or ".join(remedies))
-    return dataclasses.replace(plan, shortages=shortages)
-
-
-def _set(change: Change) -> str:
-    key, value = change
-    return f"set {key}={shown(value)}"
-
-
-def _changed(recipe: Recipe, key: str, value: Any) -> Recipe:
-    section, _, name = key.partition(".")
-    inside = dataclasses.replace(getattr(recipe, section), **{name: value})
-    return checked(dataclasses.replace(recipe, **{section: inside}))
 
 
 def _fullest(stages: Sequence[StagePlan]) -> StagePlan:

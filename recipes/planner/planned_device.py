@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsaver.memory import CachingAllocator
 from memsaver.ops.layout import round_up
-from recipes.planner.allocator import CachingAllocator
 from trainer_bridge.models import packed_attention
 
 PAGE = 2 << 20

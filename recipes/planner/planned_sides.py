@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from memsaver import Usage
+from memsaver.memory import CachingAllocator
 from memsaver.ops.layout import round_up
 from memsaver.report import PAGE_POOL
-from recipes.planner.allocator import CachingAllocator
 from recipes.planner.planned_device import PAGE, PlannedDevice
 from rollout import Completion, SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
@@ -106,10 +106,6 @@ class PlannedSaver:
         return usage
 
 
-HandedOver = tuple[tuple[str, ...], str]
-"""Tags of one side that leave, and the tag of the other that takes their memory."""
-
-
 PIECE = 1 << 30  # bytes by which an elastic tag grows and shrinks
 
 
@@ -155,7 +151,8 @@ class PlannedRollout:
 
     Attributes:
         answered: Called when generation ends.
-        handed_over: Tags that either side handed over.
+        handed_over: Bytes that either side handed over, by the tags that left and the tag that took
+            their memory.
         peer: The trainer's saver, which receives memory.
     """
 
@@ -168,7 +165,7 @@ class PlannedRollout:
         self._pool = self._grown = sizes.kv_cache  # bytes after waking, and during generation
         self._resident = self._pooled = 0
         self.answered: Callable[[], None] = lambda: None
-        self.handed_over: set[HandedOver] = set()
+        self.handed_over: dict[tuple[tuple[str, ...], str], int] = {}
         self._torch = self._peak = sizes.idle
 
     def generate(
@@ -192,15 +189,16 @@ class PlannedRollout:
         self._resident = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
         self._asleep |= chosen
         if into is not None:
-            self.handed_over.add((tuple(sorted(chosen)), into))
             given = sum(self._sizes.tags[tag] for tag in chosen)
             self.peer.pooled = min(given, self.peer.sizes()[into])
+            self.handed_over[tuple(sorted(chosen)), into] = self.peer.pooled
         if KV_CACHE in chosen:
             self._torch = self._sizes.idle
 
-    def receive(self, nbytes: int, into: str) -> None:
-        """Take over memory of the trainer for a tag that wakes up next."""
-        self._pooled = min(nbytes, self._sizes.tags[into])
+    def receive(self, sizes: Mapping[str, int], into: str) -> None:
+        """Take over memory of trainer tags of these sizes for a tag that wakes up next."""
+        self._pooled = min(sum(sizes.values()), self._sizes.tags[into])
+        self.handed_over[tuple(sizes), into] = self._pooled
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
         self._pooled = 0

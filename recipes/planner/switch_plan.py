@@ -10,6 +10,7 @@ that are large enough for kernels may become larger, if that saves more gathers 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
@@ -17,9 +18,9 @@ from memsaver.errors import format_bytes
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
-from recipes.planner.memory_plan import MemoryPlan, planning
+from recipes.planner.memory_plan import MemoryPlan, Planning, PlanRequest
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
-from recipes.planner.sizes import GIB, Gpu
+from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
@@ -28,29 +29,26 @@ from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 _REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
 # Seconds of kernels to gather and reduce a GiB of fp32 parameters, of all ranks, in a micro batch.
 _GATHERED = 3.5e-3 / GIB
-# Bytes handed over and the seconds gained over the driver, measured at two shapes
-# (docs/benchmarks.md). The gain of other sizes lies on the line through both.
-_SMALL, _LARGE = (3.42 * GIB, -0.019), (42.56 * GIB, 0.167)
-_GAINED = (_LARGE[1] - _SMALL[1]) / (_LARGE[0] - _SMALL[0])  # 4.75 ms a GiB
-_BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
+# Seconds to bring a GiB back through the driver, and from the other side: 84.4 and 5.8 ms for the
+# 14.2 GiB of the 7B shape's weights. The messages of a step's hand-overs take the rest of what they
+# cost at the 0.5B shape.
+_DRIVEN, _HANDED, _AGREED = 5.9e-3 / GIB, 0.4e-3 / GIB, 38e-3
+_BREAK_EVEN = _AGREED / (_DRIVEN - _HANDED)  # 6.9 GiB
 
 
-def plan_switch(
-    recipe: Recipe, decisions: Decisions, name: str = "recipe", *, gpu: Gpu, **how: Any
-) -> MemoryPlan:
+def plan_switch(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> MemoryPlan:
     """Plan a recipe and make the decisions that are open.
 
     Args:
         recipe: The recipe.
         decisions: Decisions, of which `exact` and `alias` are made.
-        name: Name of the recipe.
-        gpu: The GPU.
-        **how: Options of `planning`.
+        request: What to plan for.
     """
-    with planning(recipe, decisions, name, gpu, **how) as (make_plan, elements):
+    planning = Planning(recipe, decisions, request)
+    with planning.begun() as make_plan:
         planner = _SwitchPlanner(recipe, make_plan)
         if "micro_batch_size" in decisions.open:
-            return planner.with_size(decisions, elements)
+            return planner.with_size(decisions, planning.elements)
         return planner.decided(decisions)
 
 
@@ -72,8 +70,7 @@ class _SwitchPlanner:
 
         def planned(size: int) -> MemoryPlan:
             gathers = decisions.decided(micro_batch_size=size, keep_unsharded=False)
-            may = _may_hand_over(decisions)
-            return self._switched(gathers, decisions.resident, decisions.overlap, may)
+            return self._switched(gathers, decisions.resident, decisions.overlap)
 
         def decided(size: int, sizes: list[int]) -> tuple[float, MemoryPlan]:
             """Return the plan, and its seconds that depend on the size."""
@@ -107,7 +104,7 @@ class _SwitchPlanner:
 
     def _gathering(self, plan: MemoryPlan, micro_batch_size: int) -> float:
         """Return the seconds of a step in which the trainer gathers and reduces again."""
-        params = self.recipe.cluster.size * _sizes(plan).get(PARAMS, 0)
+        params = self.recipe.cluster.size * Switch(plan, self.recipe).sizes.get(PARAMS, 0)
         return _GATHERED * params * self.recipe.regathers(micro_batch_size)
 
     def _may_keep(self, plan: MemoryPlan) -> bool:
@@ -115,33 +112,28 @@ class _SwitchPlanner:
 
         This saves large models the time of a second plan.
         """
-        gathered = self.recipe.cluster.size * _sizes(plan).get(PARAMS, 0) // 2
+        gathered = self.recipe.cluster.size * Switch(plan, self.recipe).sizes.get(PARAMS, 0) // 2
         update = next(stage for stage in plan.stages if stage.stage == "update_actor")
         tags = update.tags.get(PARAMS, 0) + update.tags.get(OPTIM, 0)
         return tags + update.torch["trainer"] + update.contexts + gathered <= plan.sure_room
 
     def _switched(
-        self,
-        decisions: Decisions,
-        resident: Collection[str],
-        overlap: Collection[str] = (),
-        hand_over: bool = True,
+        self, decisions: Decisions, resident: Collection[str], overlap: Collection[str] = ()
     ) -> MemoryPlan:
         """Plan a switch; overlapped moves exclude a hand-over, and so do engines on other GPUs."""
-        hand_over = hand_over and not overlap and self.recipe.cluster.colocate
+        may = decisions.hand_over or "hand_over" in decisions.open
+        hand_over = may and not overlap and self.recipe.cluster.colocate
         switch: dict[str, Any] = {"resident": tuple(resident), "overlap": tuple(overlap)}
         return self.make_plan(replace(decisions, **switch, hand_over=hand_over))
 
     def _with_tags(self, decisions: Decisions) -> MemoryPlan:
         """Decide which tags stay, which moves are overlapped, and the hand-over."""
-        may = _may_hand_over(decisions)
-        offloaded = self._switched(decisions, (), hand_over=may)
-        resident = decisions.resident
-        if "resident" in decisions.open:
-            resident = decide(offloaded, self.recipe)
+        offloaded = self._switched(decisions, ())
+        switch = Switch(offloaded, self.recipe)
+        resident = switch.cheapest() if "resident" in decisions.open else decisions.resident
         overlap, chosen = decisions.overlap, "overlap" in decisions.open
         if chosen and offloaded.grows and not decisions.hand_over:
-            overlap = [tag for tag in _leaving(offloaded, resident) if tag in TRAINED]
+            overlap = [tag for tag in switch.leaving(resident) if tag in TRAINED]
         if overlap and (offloaded.fits or not chosen):
             overlapped = self._switched(decisions, resident, overlap)
             if not chosen or overlapped.peak.device_bytes <= overlapped.sure_room:
@@ -149,122 +141,142 @@ class _SwitchPlanner:
                 kinds = offloaded.shortages.items()
                 whole = {kind: shortage for kind, shortage in kinds if kind == "engine"}
                 return replace(
-                    described(overlapped, self.recipe, decisions, offloaded, resident, overlap),
+                    switch.described(overlapped, decisions, resident, overlap),
                     most_kv_tokens=offloaded.most_kv_tokens,
                     shortages=whole | dict(overlapped.shortages),
                 )
-        plan = offloaded
-        if resident:
-            plan = self._switched(decisions, resident, hand_over=may)
-        return described(plan, self.recipe, decisions, offloaded, resident)
+        plan = self._switched(decisions, resident) if resident else offloaded
+        return switch.described(plan, decisions, resident)
 
 
-def described(
-    plan: MemoryPlan,
-    recipe: Recipe,
-    decisions: Decisions,
-    offloaded: MemoryPlan,
-    resident: Collection[str],
-    overlap: Collection[str] = (),
-) -> MemoryPlan:
-    """Return a plan with its decisions, their reasons, and its cost.
+@dataclass(frozen=True)
+class Switch:
+    """What leaves the device at a switch, and what that costs.
 
-    `offloaded` is the plan with no resident tags.
+    Attributes:
+        plan: The plan with no resident tags.
+        recipe: The recipe.
     """
-    sizes, leaves = _sizes(offloaded), _leaving(offloaded, resident)
-    overlap = tuple(tag for tag in leaves if tag in overlap)
-    seconds = _seconds(offloaded, recipe, resident, overlap)
-    # A hand-over cannot gain more than the driver takes.
-    nbytes = plan.handed_over
-    gain = min(_GAINED * (nbytes - _BREAK_EVEN), _remapping(offloaded, leaves))
-    hand_over = nbytes > 0 and (gain > 0 or decisions.hand_over)
-    seconds -= gain if hand_over else 0
-    reasons = {"resident": _staying(offloaded, recipe, leaves)}
-    if recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
-        reasons["resident"] += f"\nexposed: {1000 * seconds:.0f} ms a step"
-    if overlap:
-        reasons["overlap"] = _overlapping(recipe, overlap)
-    if nbytes:
-        reasons["hand_over"] = _handing(nbytes, gain, hand_over)
-    made = replace(
-        decisions,
-        resident=tuple(tag for tag in sizes if tag in resident),
-        overlap=overlap,
-        hand_over=hand_over,
-        reasons={**decisions.reasons, **reasons},
-        open=frozenset(),
-    )
-    return replace(plan, decisions=made, exposed=seconds)
 
+    plan: MemoryPlan
+    recipe: Recipe
 
-def _may_hand_over(decisions: Decisions) -> bool:
-    return "hand_over" in decisions.open or decisions.hand_over
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every tag while it has memory."""
+        sizes: dict[str, int] = {}
+        for tag, nbytes in chain.from_iterable(_tags(stage).items() for stage in self.plan.stages):
+            sizes[tag] = max(nbytes, sizes.get(tag, 0))
+        return {tag: nbytes for tag, nbytes in sizes.items() if nbytes}
 
+    @cached_property
+    def torch(self) -> int:
+        """Return the sum of torch's peaks in all processes."""
+        most: Counter[str] = Counter()
+        for stage in self.plan.stages:
+            most |= Counter(stage.torch)  # keeps the larger value of each process
+        return most.total()
 
-def decide(plan: MemoryPlan, recipe: Recipe) -> tuple[str, ...]:
-    """Return the resident tags of the cheapest switch that fits, without hand-over and overlap.
+    def cheapest(self) -> tuple[str, ...]:
+        """Return the resident tags of the cheapest switch that fits.
 
-    The plan is that of the recipe with `cycle.resident` empty.
-    """
-    tags = list(_sizes(plan))
-    most = plan.sure_room
-    choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
-    fitting = [resident for resident in choices if _peak(plan, resident)[1] <= most]
-    # Among choices of the same cost, more resident tags mean fewer calls.
-    return min(
-        fitting, key=lambda resident: (_seconds(plan, recipe, resident), -len(resident)), default=()
-    )
+        It is without hand-over and overlap.
+        """
+        counts = range(len(self.sizes) + 1)
+        choices = chain.from_iterable(combinations(self.sizes, count) for count in counts)
+        fitting = [tags for tags in choices if self._peak(tags)[1] <= self.plan.sure_room]
+        # Among choices of the same cost, more resident tags mean fewer calls.
+        return min(fitting, key=lambda tags: (self._seconds(tags), -len(tags)), default=())
 
+    def described(
+        self,
+        plan: MemoryPlan,
+        decisions: Decisions,
+        resident: Collection[str],
+        overlap: Collection[str] = (),
+    ) -> MemoryPlan:
+        """Return a plan with its decisions, their reasons, and its cost."""
+        leaves = self.leaving(resident)
+        overlap = tuple(tag for tag in leaves if tag in overlap)
+        seconds = self._seconds(resident, overlap)
+        # A hand-over cannot gain more than the driver takes.
+        nbytes = plan.handed_over
+        gain = min((_DRIVEN - _HANDED) * nbytes - _AGREED, self._remapping(leaves))
+        hand_over = nbytes > 0 and (gain > 0 or decisions.hand_over)
+        seconds -= gain if hand_over else 0
+        reasons = {"resident": self._staying(leaves)}
+        if self.recipe.cluster.colocate:  # else the sync goes over links whose speed is unknown
+            reasons["resident"] += f"\nexposed: {1000 * seconds:.0f} ms a step"
+        if overlap:
+            back = ", ".join(self._ahead(overlap)) or "nothing"
+            leave = f"overlapped: {', '.join(overlap)} leave during generation"
+            reasons["overlap"] = f"{leave}; back during scoring: {back}"
+        if nbytes:
+            reasons["hand_over"] = _handing(nbytes, gain, hand_over)
+        made = replace(
+            decisions,
+            resident=tuple(tag for tag in self.sizes if tag in resident),
+            overlap=overlap,
+            hand_over=hand_over,
+            reasons={**decisions.reasons, **reasons},
+            open=frozenset(),
+        )
+        return replace(plan, decisions=made, exposed=seconds)
 
-def _staying(plan: MemoryPlan, recipe: Recipe, leaves: Collection[str]) -> str:
-    """Return lines about the tags that stay and leave; the plan has no resident tags."""
-    sizes = _sizes(plan)
-    line = f"stays: {_listed([tag for tag in sizes if tag not in leaves], sizes)}"
-    if not recipe.cluster.colocate:
-        line += "; engines stay awake on GPUs of their own"
-    line += f"\nleaves: {_listed(leaves, sizes)}"
-    if leaves:
-        stage, peak = _peak(plan, tuple(sizes))
-        whole = f"if all tags stayed, {stage} would take {peak / GIB:.1f} GiB"
-        line += f"; {whole} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
-    return line
+    def leaving(self, resident: Collection[str]) -> list[str]:
+        """Return the tags that leave if the given ones stay; some always have memory."""
+        return [tag for tag in self.sizes if tag not in resident and not self._always(tag)]
 
+    def _always(self, tag: str) -> bool:
+        return all(_tags(stage).get(tag) for stage in self.plan.stages)
 
-def _overlapping(recipe: Recipe, overlap: Collection[str]) -> str:
-    back = ", ".join(_ahead(recipe, overlap)) or "nothing"
-    leave = f"overlapped: {', '.join(overlap)} leave during generation"
-    return f"{leave}; back during scoring: {back}"
+    def _staying(self, leaves: Collection[str]) -> str:
+        """Return lines about the tags that stay and leave."""
+        gpu = self.plan.gpu
+        line = f"stays: {self._listed([tag for tag in self.sizes if tag not in leaves])}"
+        if not self.recipe.cluster.colocate:
+            line += "; engines stay awake on GPUs of their own"
+        line += f"\nleaves: {self._listed(leaves)}"
+        if leaves:
+            stage, peak = self._peak(self.sizes)
+            whole = f"if all tags stayed, {stage} would take {peak / GIB:.1f} GiB"
+            line += f"; {whole} of {gpu.name}'s {gpu.total / GIB:.1f}"
+        return line
 
+    def _listed(self, tags: Iterable[str]) -> str:
+        named = [f"{tag} {format_bytes(self.sizes[tag])}" for tag in tags]
+        return ", ".join(named) or "nothing"
 
-def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
-    size, change = format_bytes(nbytes), f"{1000 * abs(gain):.0f} ms"
-    if hand_over:
-        less = f"{change} {'less' if gain > 0 else 'more'}"
-        return f"handed over: {size} to the other side, {less} than through the driver"
-    least = f"a hand-over gains above {_BREAK_EVEN / GIB:.1f} GiB"
-    return f"through the driver: handing {size} over would take {change} more; {least}"
+    def _peak(self, resident: Collection[str]) -> tuple[str, int]:
+        """Return the fullest stage and its bytes if the given tags stayed.
 
+        torch's cache is emptied only if some tag leaves.
+        """
+        whole = not self.sizes.keys() - set(resident)
+        peaks = []
+        for stage in self.plan.stages:
+            tags = _tags(stage)
+            more = sum(self.sizes[tag] - tags.get(tag, 0) for tag in resident)
+            more += self.torch - sum(stage.torch.values()) if whole else 0
+            peaks.append((stage.stage, stage.device_bytes + more))
+        return max(reversed(peaks), key=lambda peak: peak[1])  # Among equals the last: training.
 
-def _leaving(plan: MemoryPlan, resident: Collection[str]) -> list[str]:
-    return [tag for tag in _sizes(plan) if tag not in resident and not _always(plan, tag)]
+    def _seconds(self, resident: Collection[str], overlap: Collection[str] = ()) -> float:
+        sizes, leaves = self.sizes, self.leaving(resident)
+        copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
+        copied -= sum(sizes[tag] for tag in [*overlap, *self._ahead(overlap)])
+        written = 0 if self.plan.decisions.alias else sizes.get("weights", 0)
+        mapping = self._remapping(leaves)
+        return copied / self.plan.gpu.link + mapping + written * _SYNCED + _MESSAGES
 
+    def _remapping(self, leaves: Collection[str]) -> float:
+        """Return the seconds in the driver if all leaving tags and torch's cache go through it."""
+        cache = self.torch if leaves else 0
+        return _REMAPPED * (sum(map(self.sizes.__getitem__, leaves)) + cache)
 
-def _ahead(recipe: Recipe, overlap: Collection[str]) -> list[str]:
-    """Return the overlapped tags that `Cycle` also brings back early."""
-    return [tag for tag in overlap if tag not in MODELS and recipe.algorithm != "ppo"]
-
-
-def _listed(tags: Iterable[str], sizes: dict[str, int]) -> str:
-    named = [f"{tag} {format_bytes(sizes[tag])}" for tag in tags]
-    return ", ".join(named) or "nothing"
-
-
-def _sizes(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of every tag while it has memory."""
-    sizes: dict[str, int] = {}
-    for tag, nbytes in chain.from_iterable(_tags(stage).items() for stage in plan.stages):
-        sizes[tag] = max(nbytes, sizes.get(tag, 0))
-    return {tag: nbytes for tag, nbytes in sizes.items() if nbytes}
+    def _ahead(self, overlap: Collection[str]) -> list[str]:
+        """Return the overlapped tags that `Cycle` also brings back early."""
+        return [tag for tag in overlap if tag not in MODELS and self.recipe.algorithm != "ppo"]
 
 
 def _tags(stage: StagePlan) -> dict[str, int]:
@@ -274,46 +286,10 @@ def _tags(stage: StagePlan) -> dict[str, int]:
     return tags
 
 
-def _always(plan: MemoryPlan, tag: str) -> bool:
-    return all(_tags(stage).get(tag) for stage in plan.stages)
-
-
-def _peak(plan: MemoryPlan, resident: Collection[str]) -> tuple[str, int]:
-    """Return the fullest stage and its bytes if the given tags stayed.
-
-    torch's cache is emptied only if some tag leaves.
-    """
-    sizes, cache = _sizes(plan), _torch(plan)
-    whole = not sizes.keys() - set(resident)
-    peaks = []
-    for stage in plan.stages:
-        tags = _tags(stage)
-        more = sum(sizes[tag] - tags.get(tag, 0) for tag in resident)
-        more += cache - sum(stage.torch.values()) if whole else 0
-        peaks.append((stage.stage, stage.device_bytes + more))
-    return max(reversed(peaks), key=lambda peak: peak[1])  # Among equals the last: training.
-
-
-def _torch(plan: MemoryPlan) -> int:
-    """Return the sum of torch's peaks in all processes."""
-    most: Counter[str] = Counter()
-    for stage in plan.stages:
-        most |= Counter(stage.torch)  # keeps the larger value of each process
-    return most.total()
-
-
-def _seconds(
-    plan: MemoryPlan, recipe: Recipe, resident: Collection[str], overlap: Collection[str] = ()
-) -> float:
-    sizes, leaves = _sizes(plan), _leaving(plan, resident)
-    copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
-    copied -= sum(sizes[tag] for tag in [*overlap, *_ahead(recipe, overlap)])
-    written = 0 if plan.decisions.alias else sizes.get("weights", 0)
-    mapping = _remapping(plan, leaves)
-    return copied / plan.gpu.link + mapping + written * _SYNCED + _MESSAGES
-
-
-def _remapping(plan: MemoryPlan, leaves: Collection[str]) -> float:
-    """Return the seconds in the driver if all leaving tags and torch's cache go through it."""
-    sizes = _sizes(plan)
-    return _REMAPPED * (sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0))
+def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
+    size, change = format_bytes(nbytes), f"{1000 * abs(gain):.0f} ms"
+    if hand_over:
+        less = f"{change} {'less' if gain > 0 else 'more'}"
+        return f"handed over: {size} to the other side, {less} than through the driver"
+    least = f"a hand-over gains above {_BREAK_EVEN / GIB:.1f} GiB"
+    return f"through the driver: handing {size} over would take {change} more; {least}"

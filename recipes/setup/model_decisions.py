@@ -21,7 +21,10 @@ OUTCOMES = {"warn": "differences are counted", True: "a difference ends the run"
 
 
 def first_decisions(
-    recipe: Recipe, model_dir: Path, device: str | None, before: Decisions | None = None
+    recipe: Recipe,
+    model_dir: Path,
+    device: str | None = None,
+    before: Decisions | None = None,
 ) -> Decisions:
     """Return the decisions of a run, of which a plan may still have to make some.
 
@@ -70,7 +73,7 @@ def _with_exact(
 
 
 def _why_not_exact(recipe: Recipe, model_dir: Path, device: str | None) -> str:
-    if device == "cpu":
+    if "cpu" in (device, recipe.device):
         return "needs a GPU"
     if setting := excludes_exact(recipe):
         return f"excludes {setting}"

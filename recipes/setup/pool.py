@@ -1,20 +1,21 @@
 """The size of the KV pool: what requests need, what a GPU leaves, and what does not fit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from kvcache import KVLayout, layout
+from kvcache import KVLayout
 from memsaver.ops.layout import round_up
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, one_line, refused, shown
 from rollout import EngineConfig, pool_size
 from rollout.config import why_one_size
-from rollout.model import ModelConfig, rank_groups, rank_layout
-from rollout.pool_size import CPU_TOKENS, WITH_SAVER, PoolSizeError
-from rollout.weights import arena_nbytes
+from rollout.hosted import HostedBytes
+from rollout.model import ModelConfig
+from rollout.pool_size import CPU_TOKENS, WITH_SAVER, PoolSizeError, RankBytes
 
 SIZES = (
     *("page_size", "max_running", "max_prefill_tokens", "cuda_graphs", "kv_cache_dtype"),
@@ -65,23 +66,45 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
     Raises:
         RecipeError: The engine cannot serve this model, or the pool does not fit.
     """
-    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    rank_weights(recipe, model, dtype)
-    kv_layout = rank_kv_layout(recipe, model.hf_config, dtype)
-    tokens = recipe.engine.kv_tokens
+    rank, tokens = engine_rank(recipe, model, longest_prompt), recipe.engine.kv_tokens
     if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
         tokens = demanded_tokens(recipe, longest_prompt)
     elif tokens is None:
-        tokens = _share(recipe, device, model, longest_prompt)
-    check_overlap(recipe, kv_layout)
-    _check_host_tier(recipe, kv_layout, tokens)
+        tokens = _share(recipe, device, rank, longest_prompt)
+    check_overlap(recipe, rank.layout)
+    _check_host_tier(recipe, rank.layout, tokens)
     return tokens
 
 
-def engine_config(recipe: Recipe, longest_prompt: int) -> EngineConfig:
-    """Return the sizes of the native engine, without the tokens of its pool."""
-    fields: dict[str, Any] = {name: getattr(recipe.engine, name) for name in SIZES}
-    return EngineConfig(max_context_len=longest_prompt + recipe.sampling.max_tokens, **fields)
+def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> RankBytes:
+    """Return the bytes of rank 0 of an engine, which has the most, without a size of its pool.
+
+    Raises:
+        RecipeError: The engine cannot serve this model, or cannot divide it among its ranks.
+    """
+    engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
+    fields: dict[str, Any] = {name: getattr(engine, name) for name in SIZES}
+    longest = longest_prompt + recipe.sampling.max_tokens
+    config = EngineConfig(max_context_len=longest, **fields)
+    rank = RankBytes(model, config, dtype)
+    if engine.hosted:
+        rank = HostedBytes(model, config, dtype, engine.kind)
+    if (experts := engine.expert_parallel) > 1 and not model.has_experts:
+        raise refused("engine.expert_parallel", experts, "the model has no experts to divide", 1)
+    with _refusing("engine.tensor_parallel_size", engine.tensor_parallel_size, 1):
+        _ = rank.weights
+    with _refusing("engine.kv_cache_dtype", engine.kv_cache_dtype, "auto"):
+        _ = rank.layout
+    return rank
+
+
+@contextmanager
+def _refusing(key: str, value: Any, instead: Any) -> Iterator[None]:
+    """Turn a ValueError inside the block into the refusal of a key."""
+    try:
+        yield
+    except ValueError as error:
+        raise refused(key, value, one_line(error), instead) from None
 
 
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
@@ -100,20 +123,6 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
     """Return the overrides that set the pool to this number of tokens."""
     free = "" if recipe.engine.mem_fraction_static is None else "engine.mem_fraction_static=null "
     return f"{free}engine.kv_tokens={tokens}"
-
-
-def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """Return the KV layout of one rank.
-
-    Raises:
-        RecipeError: `engine.kv_cache_dtype` does not suit the model.
-    """
-    stored = recipe.engine.kv_cache_dtype
-    try:
-        kv_layout = layout(config, stored, dtype)
-    except ValueError as error:
-        raise refused("engine.kv_cache_dtype", stored, one_line(error), "auto") from None
-    return rank_layout(kv_layout, recipe.engine.tensor_parallel_size)
 
 
 def pool_grows(recipe: Recipe, kv_layout: KVLayout) -> bool:
@@ -135,23 +144,7 @@ def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
         raise refused("cycle.overlap", named, rule, "auto")
 
 
-def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of rank 0, which has the most.
-
-    Raises:
-        RecipeError: The model cannot be divided among these ranks.
-    """
-    size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
-    if experts > 1 and not model.has_experts:
-        rule = "the model has no experts to divide"
-        raise refused("engine.expert_parallel", experts, rule, 1)
-    try:
-        return arena_nbytes(rank_groups(model, 0, size, experts), dtype)
-    except ValueError as error:
-        raise refused("engine.tensor_parallel_size", size, one_line(error), 1) from None
-
-
-def tokens_in_share(recipe: Recipe, model: ModelConfig, total: int, longest_prompt: int) -> int:
+def tokens_in_share(recipe: Recipe, rank: RankBytes, total: int, longest_prompt: int) -> int:
     """Return the tokens of a pool that shares part of a GPU of `total` bytes (`pool_size`).
 
     With `engine.mem_fraction_static` the pool fills that share. Without it, the pool takes the
@@ -160,13 +153,13 @@ def tokens_in_share(recipe: Recipe, model: ModelConfig, total: int, longest_prom
     Raises:
         PoolSizeError: The pool would not hold the longest request.
     """
-    fraction, config = recipe.engine.mem_fraction_static, engine_config(recipe, longest_prompt)
-    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    tokens = pool_size(model, config, total, fraction or WITH_SAVER, dtype, filters=False)
+    fraction = recipe.engine.mem_fraction_static
+    share = fraction or WITH_SAVER
+    tokens = pool_size(rank.model, rank.config, total, share, rank.dtype, filters=False)
     return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
 
 
-def _share(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
+def _share(recipe: Recipe, device: str, rank: RankBytes, longest_prompt: int) -> int:
     engine = recipe.engine
     key = f"engine.mem_fraction_static={engine.mem_fraction_static or WITH_SAVER}"
     if device == "cpu":
@@ -176,7 +169,7 @@ def _share(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int)
         )
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        return tokens_in_share(recipe, model, total, longest_prompt)
+        return tokens_in_share(recipe, rank, total, longest_prompt)
     except PoolSizeError as error:
         if error.tokens:  # `pool_fault` names the longest request.
             return error.tokens

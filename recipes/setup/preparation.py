@@ -131,34 +131,18 @@ def prepare(
     rules.checked(recipe)
     device, started = resolve_device(recipe), started or datetime.now()
     _check_packages(recipe)
-    check_optimizer(recipe)
-    check_functions(recipe)
+    check_training(recipe)
     tasks = make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
         check_lora(recipe.lora, model_dir)
         tasks, form = encoded_tasks(recipe, tasks, tokenizer, started)
-        widest = max(tasks.problems(), key=_length)
-        longest = _length(widest)
+        longest = max(map(_length, tasks.problems()))
         _check_prompts(recipe, tasks)
-        if not recipe.engine.hosted:
-            model = _model_config(recipe, model_dir)
-            _check_routers(recipe, model)
-            kv_tokens = pool_tokens(recipe, device, model, longest)
-            context = model.max_position_embeddings
-        else:
-            kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
-            config = load_hf_config(model_dir)
-            context = longest_context(config)
-            _check_heads(recipe, config.num_attention_heads)
+        kv_tokens, context = _pool_and_context(recipe, device, model_dir, longest)
         _check_weights(recipe, model_dir)
         decisions = first_decisions(recipe, model_dir, device, before)
-        whose = f" ({shown(repr(widest.text), 60)})"
-        lengths = list(map(_length, tasks.problems()))
-        named: Any = {"whose": whose, "shorter": partial(_leaving_out, lengths)}
-        check_context(recipe, longest, context, **named)
-        if fault := pool_fault(recipe, longest, kv_tokens, **named):
-            raise RecipeError("; ".join(fault))
+        _check_longest(recipe, tasks, kv_tokens, context)
         if recipe.model.path is None:
             with writable(f"--run-dir {run_dir}"):
                 model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
@@ -224,6 +208,30 @@ def described_model(
         directory.mkdir()
         describe_random_model(recipe.model.random_fields(), tokenizer, directory)
         yield directory, tokenizer
+
+
+def _pool_and_context(
+    recipe: Recipe, device: str, model_dir: Path, longest: int
+) -> tuple[int, int | None]:
+    """Return the tokens of the KV pool and of the model's context; None: unknown."""
+    if recipe.engine.hosted:
+        config = load_hf_config(model_dir)
+        _check_heads(recipe, config.num_attention_heads)
+        kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
+        return kv_tokens, longest_context(config)
+    model = _model_config(recipe, model_dir)
+    _check_routers(recipe, model)
+    return pool_tokens(recipe, device, model, longest), model.max_position_embeddings
+
+
+def _check_longest(recipe: Recipe, tasks: Tasks, kv_tokens: int, context: int | None) -> None:
+    """Refuse a longest prompt and answer that exceed the model's context or the KV pool."""
+    widest, lengths = max(tasks.problems(), key=_length), list(map(_length, tasks.problems()))
+    whose = f" ({shown(repr(widest.text), 60)})"
+    named: Any = {"whose": whose, "shorter": partial(_leaving_out, lengths)}
+    check_context(recipe, _length(widest), context, **named)
+    if fault := pool_fault(recipe, _length(widest), kv_tokens, **named):
+        raise RecipeError("; ".join(fault))
 
 
 def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
@@ -298,12 +306,19 @@ def resolve_device(recipe: Recipe) -> str:
     return f"cuda:{index}"
 
 
-def check_optimizer(recipe: Recipe) -> None:
-    """Refuse an optimizer whose package is missing; a plan needs the package, too."""
+def check_training(recipe: Recipe) -> None:
+    """Import what the algorithm's keys name, and refuse an optimizer whose package is missing.
+
+    The first update needs them, and so does a plan.
+    """
     name = recipe.trainer.optimizer
     if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         rule = f"needs the package bitsandbytes; run: {INSTALL_OPTIM}"
         raise RecipeError(f"trainer.optimizer={name}: {rule}, or set trainer.optimizer=adamw")
+    keys = ["loss.kind", *(["grpo.baseline", "grpo.scale"] if recipe.algorithm == "grpo" else [])]
+    for key in keys:
+        if ":" in (name := recipe.value(key)):
+            import_function(f"{key}={name}", name)
 
 
 def _check_packages(recipe: Recipe) -> None:
@@ -315,14 +330,6 @@ def _check_packages(recipe: Recipe) -> None:
     ):
         if needed and importlib.util.find_spec(module) is None:
             raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
-
-
-def check_functions(recipe: Recipe) -> None:
-    """Import what the algorithm's keys name, which is needed in the first update."""
-    keys = ["loss.kind", *(["grpo.baseline", "grpo.scale"] if recipe.algorithm == "grpo" else [])]
-    for key in keys:
-        if ":" in (name := recipe.value(key)):
-            import_function(f"{key}={name}", name)
 
 
 def _check_prompts(recipe: Recipe, tasks: Tasks) -> None:

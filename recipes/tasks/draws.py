@@ -1,18 +1,14 @@
-"""Draws of a reasoning-gym generator, the same in every process.
-
-As a script, this file draws in a separate process; it reads and writes pickles.
-"""
+"""Draws of a reasoning-gym generator, the same in every process."""
 
 import contextlib
 import io
-import os
-import pickle
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from recipes.child_process import call_in_child
 
 HASHED = (
     "isomorphic_strings",
@@ -59,20 +55,4 @@ def draw_reproducibly(name: str, options: dict[str, Any], setting: str) -> list[
     """Return what `draw` returns, from a process with fixed hashes if the generator needs one."""
     if name not in HASHED:
         return draw(name, options, setting)
-    done = subprocess.run(
-        [sys.executable, "-P", __file__],
-        input=pickle.dumps((name, options, setting)),
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONHASHSEED": "0"},
-    )
-    if done.returncode:
-        raise RuntimeError(f"the process that draws ended with status {done.returncode}")
-    entries: list[dict[str, Any]] = pickle.loads(done.stdout)
-    return entries
-
-
-if __name__ == "__main__":
-    answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A generator may print while it is imported.
-    pickle.dump(draw(*pickle.load(sys.stdin.buffer)), answer)
-    answer.flush()
+    return call_in_child(draw, name, options, setting, environment={"PYTHONHASHSEED": "0"})

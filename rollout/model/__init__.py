@@ -23,7 +23,7 @@ from rollout.model.model_folder import (
     read_json,
     token_ids,
 )
-from rollout.ops.experts import Routing
+from rollout.ops.routing import Routing
 from rollout.weights.params import Stored, spellings
 
 __all__ = [

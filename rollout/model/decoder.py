@@ -13,7 +13,8 @@ from torch import Tensor
 from kvcache import KVLayout
 from kvcache.staging import heads_per_rank
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
-from rollout.ops.experts import Routing, mix_experts
+from rollout.ops.experts import mix_experts
+from rollout.ops.routing import Routing
 from rollout.ops.row_wise import add_rms_norm, linear, rms_norm, silu_mul
 from rollout.weights.messages import Manifest
 from rollout.weights.params import (

@@ -31,7 +31,7 @@ from rollout.model.model_folder import (
     read_json,
     token_ids,
 )
-from rollout.ops.experts import Routing
+from rollout.ops.routing import Routing
 from rollout.weights.pages import shorten
 
 ARCHITECTURES = (

@@ -315,6 +315,8 @@ class DecodeGraphs:
         """Return the logits [n, vocab] of n requests' next tokens, valid until the next replay."""
         count = len(ids)
         size = self.sizes[bisect_left(self.sizes, count)]
+        # The copy of the last step from this buffer has ended, because the host has read the tokens
+        # of that step. So the buffer can be written again without an event.
         staged = self._staged[:, :size]
         staged[:, count:] = 0
         for line, values in zip(staged, (ids, positions, rows), strict=True):

@@ -157,6 +157,28 @@ def test_concurrent_attaches_share_imports(
     peer.release()
 
 
+def test_failed_attach_keeps_the_imports_of_a_concurrent_one(
+    saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The owner sends extents again that the failed one has not imported, and the other one has.
+    import_all, attached = lease.import_all, list[memsaver.Lease]()
+    other = threading.Thread(target=lambda: attached.append(memsaver.attach(peer.ticket)))
+
+    def fail(extents: list[Any], fds: list[int], *_: Any) -> None:
+        monkeypatch.setattr(lease, "import_all", import_all)
+        rpc.close_all(fds)
+        raise memsaver.LeaseError("not imported")
+
+    monkeypatch.setattr(lease, "import_all", fail)
+    _around("unlease", monkeypatch, before=lambda: (other.start(), other.join(0.2)))
+    with pytest.raises(memsaver.LeaseError, match="not imported"):
+        memsaver.attach(peer.ticket)
+    other.join()
+    with memsaver.attach(peer.ticket) as third, attached[0]:
+        assert int(third.tensor((1,), torch.uint8)) == 1
+    peer.release()
+
+
 def test_crossing_hand_overs_of_processes_do_not_deadlock(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,8 @@ from recipes.cli import main
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.planner.command import plan_of, print_plan
-from recipes.planner.memory_plan import MemoryPlan, Shortage, remedied
+from recipes.planner.memory_plan import MemoryPlan, Shortage
+from recipes.planner.remedies import remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
 from tests.helpers.docs.pages import ROOT

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -18,13 +17,12 @@ from tokenizers.processors import TemplateProcessing
 import recipes
 from recipes.arguments import cycle_arguments, engine_arguments, open_pair, trainer_config
 from recipes.setup.model_files import TOY_TEMPLATE, describe_random_model, toy_tokenizer
-from recipes.setup.pool import engine_config
+from recipes.setup.pool import engine_rank
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.toy import TOY_WORDS
 from rollout import KVTiers
 from rollout.config import EngineConfig
 from rollout.model.loading import load_model_config
-from rollout.pool_size import RankBytes
 from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import LoraConfig
 from trainer_bridge.coordinator import no_stage
@@ -167,8 +165,7 @@ def test_tensor_parallel_size_of_vllm_must_divide_its_heads(
 def check_share(setup: Setup) -> None:
     """Check that the engine fills the share up to less than a page."""
     recipe, model = setup.recipe, load_model_config(setup.model_dir)
-    config = engine_config(recipe, setup.max_request_tokens - recipe.sampling.max_tokens)
-    rank = RankBytes(model, config, getattr(torch, recipe.model.dtype))
+    rank = engine_rank(recipe, model, setup.longest_prompt)
     budget = recipe.engine.mem_fraction_static * 80 * GIB
     assert rank.taken(setup.kv_tokens, False) <= budget < rank.taken(setup.kv_tokens + 16, False)
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0

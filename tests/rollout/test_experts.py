@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from memsaver.system.devices import Impl
-from rollout.ops.experts import Routing, mix_experts
+from rollout.ops.experts import mix_experts
+from rollout.ops.routing import Routing
 from rollout.weights.params import held
 from tests.helpers.case_selection import some
 

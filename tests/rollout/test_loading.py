@@ -12,7 +12,7 @@ from rollout import Engine
 from rollout.model.decoder import ExpertsConfig, GatedConfig, ModelConfig
 from rollout.model.loading import load_model_config
 from rollout.model.mixers.base import rotary_tables
-from rollout.ops.experts import Routing
+from rollout.ops.routing import Routing
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3, YARN
 from tests.helpers.rollout.folders import edit_config

@@ -114,6 +114,7 @@ def test_small_layers_share_a_unit_and_units_change_no_bit(
         ("compute_log_prob", "forward", True),
         ("update_actor", "forward", True),
         ("update_actor", "backward", False),
+        ("update_actor", "backward", True),
     ],
 )
 def test_call_that_failed_inside_a_unit_leaves_nothing_behind(

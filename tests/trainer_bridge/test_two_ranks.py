@@ -222,7 +222,7 @@ def repeated(path: str) -> dict[str, Any]:
     trainer, twin = (Trainer(config(path, **CHANGES, param_dtype="float16")) for _ in range(2))
     large = dataclasses.replace(make_batch(8), advantages=[1e5] + [0.0] * 7)
     metrics = [trainer.update_actor(batch) for batch in (large, make_batch(8))]
-    twin.loss_scale.value = metrics[0]["loss_scale"]
+    twin.policy.loss_scale.value = metrics[0]["loss_scale"]
     assert twin.update_actor(large) == metrics[0] | {"overflows": 0.0}
     twin.update_actor(make_batch(8))
     assert_same_bits(bits(twin), bits(trainer))
@@ -289,7 +289,7 @@ def refreshed(trainer: Trainer) -> list[list[float]]:
         learn(own)
         own.refresh_reference()
         assert own.reference is not None
-        for old, new in zip(own.reference.parameters(), own.shards().values(), strict=True):
+        for old, new in zip(own.reference.module.parameters(), own.shards().values(), strict=True):
             assert torch.equal(local_shard(old), new)
         scores.append(own.compute_ref_log_prob(make_batch(COUNTS[0])))
         assert scores[-1] == own.compute_log_prob(make_batch(COUNTS[0]))

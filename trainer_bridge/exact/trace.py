@@ -24,7 +24,7 @@ from rollout.teacher_forcing import Listener, teacher_forced
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.exact.record import MismatchRecord
 from trainer_bridge.learning.batch import SequenceBatch
-from trainer_bridge.learning.losses import micro_logprobs, score_tokens
+from trainer_bridge.learning.policy import Policy
 from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import build_model
 from trainer_bridge.ops import token_scores
@@ -151,7 +151,7 @@ def _by_trainer(rows: _Rows, path: str, record: MismatchRecord) -> list[float]:
     batch = SequenceBatch(prompt_ids=[prompt], response_ids=[response], temperature=heat)
     config = TrainerConfig(
         model_path=path, param_dtype=record.dtype, fp32_router=record.fp32_router,
-        device=record.device, exact=True,
+        device=record.device, exact=True, micro_batch_size=1,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         runtime = Runtime.open(record.device)
@@ -167,8 +167,7 @@ def _by_trainer(rows: _Rows, path: str, record: MismatchRecord) -> list[float]:
             return part
 
         with replaced(token_scores, linear=multiply):
-            score = partial(micro_logprobs, model, temperature=heat)
-            (scores,) = score_tokens(model, batch, lambda micro: score(micro)[0], 1, runtime)
+            (scores,) = Policy(model, config, runtime).score("trace_mismatch", batch)
         _add(rows, "lm_head", torch.cat(logits, 1))
     return scores
 

@@ -26,7 +26,7 @@ class LossScale:
 
     Gradients of activations below 6e-8 vanish in float16, and those above 65,504 are infinite. The
     scale lifts them above the lower end. If the norm of the gradients is not finite, the update is
-    computed again at half the scale (`optimizer_step`). The scale doubles after 2,000 updates
+    computed again at half the scale (`Model.take_step`). The scale doubles after 2,000 updates
     without an overflow. Its values are powers of two, so scaling does not round. The policy and the
     critic have one each, which their checkpoints contain.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, chain, count
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +16,9 @@ from memsaver.ops.layout import round_up
 from trainer_bridge.config import Schedule, TrainerConfig
 from trainer_bridge.fsdp_internals import host_shard
 from trainer_bridge.learning.adamw_8bit import AdamW8bit
-from trainer_bridge.learning.loss_scale import LossScale
 from trainer_bridge.models.runtime import Runtime, side_by_side
+from trainer_bridge.models.sharded_model import trained_params
 from trainer_bridge.sync.shards import like_shard, local_shard
-from trainer_bridge.tag_names import OPTIM
 
 CHUNK = 32 << 20  # elements; copies of this size run at the link's rate, with little overhead
 _SLOTS = 3  # chunks on the device: one arrives, one is updated, one leaves
@@ -158,6 +157,8 @@ class StreamedAdamW(torch.optim.Optimizer):
                 place = number % count
                 host = self._host[:, number * self._chunk : (number + 1) * self._chunk]
                 slot = slots[place, :, : host.shape[1]]
+                # Three streams work on three slots. Each waits for the event of the stream before
+                # it, so a slot is filled again only when its last chunk has left.
                 inbound.wait_event(freed[place])
                 with backend.stream(inbound):
                     _copy(slot[:inward], host[:inward])
@@ -269,60 +270,6 @@ class LearningRate:
         return replace(self, rate=before.after(done - 1), start=done)
 
 
-def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    config: TrainerConfig,
-    scale: LossScale,
-    rate: float,
-    number: int,
-    backward: Callable[[float], list[float]],
-) -> tuple[list[float], dict[str, float]]:
-    """Run step number `number` with learning rate `rate` on new gradients, and free them.
-
-    `backward` adds the gradients of the loss times the given scale, and returns sums over all
-    ranks, first the loss. It is repeated at half the scale while the gradients are not finite
-    (`LossScale`). Then they are divided by the scale and clipped.
-
-    Returns:
-        The sums, and the figures grad_norm (before clipping) and learning_rate. A dynamic scale
-        adds loss_scale (which gave finite gradients) and overflows (the number of repeats).
-
-    Raises:
-        FloatingPointError: The gradients are not finite, and a lower scale is no remedy
-            (`LossScale.check_repeat`). Nothing has changed.
-    """
-    try:
-        for overflows in count():
-            used = scale.value / 2**overflows
-            optimizer.zero_grad(set_to_none=True)  # a failed try must not hold memory
-            sums = backward(used)
-            norm = _clip(optimizer, used, config.max_grad_norm)
-            if math.isfinite(norm):
-                break
-            scale.check_repeat(norm, sums[0], overflows + 1, number)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-    scale.keep(used)
-    figures = {"grad_norm": norm, "learning_rate": rate}
-    if scale.dynamic:
-        figures |= {"loss_scale": used, "overflows": float(overflows)}
-    return sums, figures
-
-
-def _clip(optimizer: torch.optim.Optimizer, scale: float, limit: float | None) -> float:
-    """Divide the gradients by the scale, clip them, and return their norm on all ranks."""
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    if scale != 1:
-        grads = [local_shard(param.grad) for param in params if param.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, 1 / scale)
-    norm = torch.nn.utils.clip_grad_norm_(params, math.inf if limit is None else limit)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
 def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
     """Set the counters to `done` steps after a load, and round loaded masters into parameters."""
     for state in optimizer.state.values():
@@ -347,17 +294,20 @@ def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[di
 
 
 def build_optimizer(
-    params: Sequence[nn.Parameter],
+    module: nn.Module,
     config: TrainerConfig,
     runtime: Runtime,
     saver: MemorySaver,
-    tag: str = OPTIM,
+    tag: str,
 ) -> torch.optim.Optimizer:
-    """Build AdamW with zero moments on a tag, as `config.optimizer` and `optimizer_offload` say.
+    """Build AdamW of a module's trained parameters, with zero moments on a tag.
+
+    `config.optimizer` and `optimizer_offload` choose the kind.
 
     Step counters (4 bytes per parameter tensor) stay in torch's own memory. The step is fused,
     because the unfused step on a GPU needs temporaries as large as the parameters.
     """
+    params = list(trained_params(module).values())
     if config.optimizer_offload:
         return StreamedAdamW(params, config, runtime)
     if config.optimizer == "adamw_8bit":

@@ -36,11 +36,7 @@ from trainer_bridge.models.adapters.lora import (
     is_adapter,
     target_names,
 )
-from trainer_bridge.models.files.initial import (
-    CheckpointFiles,
-    open_weights,
-    part_of_rank,
-)
+from trainer_bridge.models.files.initial import CheckpointFiles, open_weights, part_of_rank
 from trainer_bridge.models.moe import NAME as EXPERTS
 from trainer_bridge.models.moe import check_widths, register_experts, route_in_fp32
 from trainer_bridge.models.packing import pack_if_possible

@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.experts import Routing, expert_products, weighted_sum
+from rollout.ops.experts import expert_products, weighted_sum
 from rollout.ops.product_probe import define_products as define_engine_products
 from rollout.ops.product_probe import is_probed
+from rollout.ops.routing import Routing
 from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_products
 from rollout.ops.row_wise import linear as engine_linear
 from rollout.ops.row_wise import rms_norm as engine_rms_norm

@@ -42,6 +42,7 @@ from trainer_bridge.sync.shards import Ints
 from trainer_bridge.sync.writer import LowRank, Writer, rows_of_copy
 
 MESSAGE_BYTES = 64 << 20
+RELAY_BYTES = 4 * MESSAGE_BYTES  # buffers of a sync between machines, two per direction
 _ALIGNMENT = 16  # bytes; where boxes of a message begin, so that kernels copy whole vectors
 _log = logging.getLogger("memsaver")
 

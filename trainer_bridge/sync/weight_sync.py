@@ -45,6 +45,7 @@ from trainer_bridge.sync.writer import (
     Writer,
     check_sources,
     device_of,
+    places,
     rounding,
     scratch_for,
 )
@@ -119,6 +120,11 @@ class WeightSync:
         buffers: Names of the buffers that the targets compute with.
     """
 
+    _version: int | None = None
+    _part: SyncPlan  # the plan of the last sync's kind
+    _writer: Writer
+    _relay: Relay | None
+
     def __init__(
         self,
         shards: Sequence[SourceShard],
@@ -151,30 +157,24 @@ class WeightSync:
         """
         self.agreement = agreement = agreement or Agreement()
         self.targets = tuple(sync_targets(targets))
-        self._shards = tuple(shards)
-        self.sources = sources
-        self._version: int | None = None
-        self._ranks = ranks
+        self._shards, self.sources, self._ranks = tuple(shards), sources, ranks
         self._device = device or device_of(sources())
         members = agreement.agree(
             "connect", lambda: (place, list(shards), [t.weight_layout() for t in self.targets])
         )
         self._followed = any(not held for _, held, _ in members)
         counts = [len(layouts) for _, _, layouts in members]
+        owners = [*chain.from_iterable([rank] * count for rank, count in enumerate(counts))]
         self._first = sum(counts[: agreement.rank])
         blocked = agreement.agree("plan", lambda: self._make_plan(members, place))
-        owners = list(chain.from_iterable([rank] * n for rank, n in enumerate(counts)))
-        self._routes = Routes(pairs=self.plan.traffic, owners=owners, blocked=blocked)
+        self._routes = routes = Routes(pairs=self.plan.traffic, owners=owners, blocked=blocked)
         self._wire = None
-        if self._routes.relayed:
-            self._wire = Wire(agreement, self._routes, self.plan.places, self._device)
+        if routes.relayed:
+            self._wire = Wire(agreement, routes, self.plan.places, self._device)
         if agreement.rank == 0:
-            self._routes.warn()
+            routes.warn()
         self._kept = memsaver.LeaseCache()
         self._made_for: object = None  # kind of the last sync, and addresses of its sources
-        self._part: SyncPlan  # the plan of that kind of sync
-        self._writer: Writer
-        self._relay: Relay | None
 
     def _make_plan(
         self, members: Sequence[tuple[str, list[SourceShard], list[WeightLayout]]], place: str
@@ -459,14 +459,6 @@ def module_sync(
                 "parameters themselves, renamed if needed"
             )
     return sync
-
-
-def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
-    """Return address, shape, strides, dtype and device of each tensor, on which tables depend."""
-    return [
-        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        for name, tensor in sources.items()
-    ]
 
 
 def _merge_lost(sums: Sequence[tuple[float, float]]) -> float:

@@ -342,3 +342,11 @@ def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:
     if source.layout != torch.strided or (source.numel() and not source.data_ptr()):
         return f"{shard.name}: its tensor on {source.device} has no memory now"
     return None
+
+
+def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
+    """Return address, shape, strides, dtype and device of each tensor, on which tables depend."""
+    return [
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for name, tensor in sources.items()
+    ]

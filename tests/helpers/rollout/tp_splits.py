@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout.model.decoder import ExpertsConfig, GatedConfig
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import RopeConfig
-from rollout.ops.experts import Routing
+from rollout.ops.routing import Routing
 from rollout.weights.params import VOCABULARY, Splits
 
 _EXPERTS = ExpertsConfig(

@@ -19,15 +19,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
 def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
-    """Copy trained parameters (or adapters) and moments of a trainer or critic.
+    """Copy trained parameters (or adapters) and moments of a trainer's policy, or of a model of it.
 
     The copies are this rank's shards, or whole tensors if `whole`.
     """
-    state = {}
-    for name, param in side.model.named_parameters():
+    state, model = {}, getattr(side, "policy", side)
+    for name, param in model.module.named_parameters():
         if param.requires_grad:
             state[name] = param
-            state |= {f"{name}.{moment}": side.optimizer.state[param][moment] for moment in MOMENTS}
+            moments = model.optimizer.state[param]
+            state |= {f"{name}.{moment}": moments[moment] for moment in MOMENTS}
     return {
         name: (tensor.detach().full_tensor() if whole else local_shard(tensor)).clone()
         for name, tensor in state.items()

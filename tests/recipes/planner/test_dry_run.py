@@ -22,6 +22,7 @@ from recipes.planner.planned_sides import EngineSizes
 from recipes.planner.sizes import GIB, MIB
 from recipes.run import start_run
 from tests.helpers.case_selection import some
+from tests.helpers.recipes.model_folders import model_folder
 
 SIZES = EngineSizes(
     weights=4 * MIB,
@@ -67,7 +68,7 @@ def runs(
     """Run one trainer in each room with each choice of decisions."""
     given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
     named = Decisions.named(recipe)
-    with planned_trainer(recipe, named, fields, **given) as pair:
+    with planned_trainer(recipe, named, model_folder(fields), **given) as pair:
         decided = [replace(named, **choice) for choice in choices]
         return [dry_run(made, SIZES, *pair, room=room) for room in rooms for made in decided]
 

@@ -16,9 +16,9 @@ import recipes
 from recipes.config.decisions import Decisions
 from recipes.planner.command import plan_of
 from recipes.planner.dry_run import PlannedTrainer
-from recipes.planner.memory_plan import MemoryPlan
+from recipes.planner.memory_plan import MemoryPlan, PlanRequest
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
-from recipes.planner.plan_apart import plan_with_remedies
+from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import GIB, MIB, Gpu, of_device
 from recipes.planner.stage_plan import StagePlan
 from recipes.run import continue_run, start_run
@@ -208,10 +208,9 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     limits, plans = iter([LIMIT, 2700 * MIB]), list[MemoryPlan]()
 
     def plan_here(setup: Setup, total: int, outside: None) -> MemoryPlan:
-        how = {"prompt_tokens": setup.longest_prompt}
-        gpu = of_device(total)
-        given = setup.recipe, setup.decisions, "run", setup.model_dir, gpu, how
-        plans.append(plan_with_remedies(*given))
+        where: Any = {"directory": setup.model_dir, "prompt_tokens": setup.longest_prompt}
+        request = PlanRequest(name="run", gpu=of_device(total), **where)
+        plans.append(plan_with_remedies(setup.recipe, setup.decisions, request))
         return plans[-1]
 
     monkeypatch.setattr("recipes.run.device_bytes", lambda device: next(limits))

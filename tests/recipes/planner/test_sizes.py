@@ -16,6 +16,7 @@ from recipes.planner.sizes import GIB, engine_sizes, find_gpu
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks
+from tests.helpers.recipes.model_folders import model_folder
 
 RANKS = 4
 GPU = find_gpu("h100-80gb")[0]
@@ -69,7 +70,9 @@ def taken(rank: int, folder: str) -> list[tuple[int, int]]:
 def planned(fields: dict[str, Any], size: int, experts: int = 1) -> tuple[int, int]:
     words = ["driver=ray", f"cluster.n_gpus_per_node={size}", f"engine.tensor_parallel_size={size}"]
     words.append(f"engine.expert_parallel={experts}")
-    sizes, _, per_token = engine_sizes(recipes.load("tiny", words), fields, GPU, prompt_tokens=9)
+    sizes, _, per_token = engine_sizes(
+        recipes.load("tiny", words), model_folder(fields), GPU, prompt_tokens=9
+    )
     return sizes.weights, per_token
 
 
@@ -112,7 +115,9 @@ def test_step_of_experts_holds_outputs_of_chosen_experts() -> None:
     """
     words = ["model.dtype=bfloat16", "engine.max_prefill_tokens=2048", "engine.max_running=1"]
     recipe = recipes.load("tiny", [*words, "loop.prompts_per_step=100"])
-    sizes, _, _ = engine_sizes(recipe, shapes()["qwen3-30b-a3b"], GPU, prompt_tokens=100)
+    sizes, _, _ = engine_sizes(
+        recipe, model_folder(shapes()["qwen3-30b-a3b"]), GPU, prompt_tokens=100
+    )
     step = (2048 + 1) * (8 * (768 + 2048) + 8 * 2048) * 2  # one request decodes meanwhile
     assert sizes.generating == sizes.idle + GPU.workspace + round_up(step, PAGE)
 
@@ -122,7 +127,9 @@ def test_growing_pool_begins_with_the_longest_request(answer: int) -> None:
     """Round prompt, answer and the page of padding up to whole pieces of the tag."""
     words = [f"sampling.max_tokens={answer}", "engine.kv_tokens=300000", "model.dtype=bfloat16"]
     recipe = recipes.load("tiny", words)
-    sizes, _, per_token = engine_sizes(recipe, shapes()["qwen2.5-7b"], GPU, prompt_tokens=100)
+    sizes, _, per_token = engine_sizes(
+        recipe, model_folder(shapes()["qwen2.5-7b"]), GPU, prompt_tokens=100
+    )
     taken = (round_up(100 + answer, 16) + 16) * per_token
     assert sizes.grows and sizes.least - GIB < taken <= sizes.least
 
@@ -136,17 +143,23 @@ def test_hosted_engine_takes_the_measured_memory() -> None:
     tokens = int(10.5 * GIB / 57344) // 16 * 16  # 2 x 28 layers x 4 heads x 128 elements of bf16
     words = ["model.dtype=bfloat16", f"engine.kv_tokens={tokens}", "device=auto"]
     recipe = recipes.load("tiny", [*words, "engine.kind=vllm"])
-    sizes, planned_tokens, per_token = engine_sizes(recipe, fields, GPU, prompt_tokens=9)
+    sizes, planned_tokens, per_token = engine_sizes(
+        recipe, model_folder(fields), GPU, prompt_tokens=9
+    )
     assert (planned_tokens, per_token, sizes.cuda_graph, sizes.idle) == (tokens, 57344, 0, 0)
     assert abs((sizes.weights + sizes.kv_cache) / GIB - 24.9) < 0.15
-    padded = engine_sizes(recipe, fields | {"vocab_size": 152192}, GPU, prompt_tokens=9)[0]
-    more = engine_sizes(recipe, fields | {"vocab_size": 152129}, GPU, prompt_tokens=9)[0]
+    padded = engine_sizes(
+        recipe, model_folder(fields | {"vocab_size": 152192}), GPU, prompt_tokens=9
+    )[0]
+    more = engine_sizes(
+        recipe, model_folder(fields | {"vocab_size": 152129}), GPU, prompt_tokens=9
+    )[0]
     assert more.weights == padded.weights > sizes.weights
     two = ["driver=ray", "cluster.n_gpus_per_node=2", "engine.tensor_parallel_size=2"]
     shared = recipes.load("tiny", [*words, *two, "engine.kind=vllm"])
-    half, _, per_token = engine_sizes(shared, fields, GPU, prompt_tokens=9)
+    half, _, per_token = engine_sizes(shared, model_folder(fields), GPU, prompt_tokens=9)
     assert per_token == 57344 // 2 and abs(half.kv_cache / sizes.kv_cache - 0.5) < 0.01
     table = fields["max_position_embeddings"] * 128 * 4  # table of rotations, whole on both ranks
     assert abs((half.weights - table) / (sizes.weights - table) - 0.5) < 0.01
     with pytest.raises(recipes.RecipeError, match="windows or states .* engine.kind=native"):
-        engine_sizes(recipe, MODELS["sliding"], GPU, prompt_tokens=9)
+        engine_sizes(recipe, model_folder(MODELS["sliding"]), GPU, prompt_tokens=9)

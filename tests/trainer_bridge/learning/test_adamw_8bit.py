@@ -49,11 +49,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def state(side: Any) -> dict[str, Tensor]:
-    """Copy to the CPU this rank's shards of what a trainer or critic trains, and of the moments."""
-    held = {}
-    for name, param in side.model.named_parameters():
+    """Copy this rank's trained shards and moments of a policy or a critic to the CPU."""
+    held, model = {}, getattr(side, "policy", side)
+    for name, param in model.module.named_parameters():
         if param.requires_grad:
-            moments = side.optimizer.state[param].items()
+            moments = model.optimizer.state[param].items()
             held |= {f"{name}.{key}": tensor for key, tensor in moments if key != "step"}
             held[name] = param
     return {name: local_shard(tensor).cpu().clone() for name, tensor in held.items()}
@@ -215,7 +215,7 @@ def test_moments_are_offloaded_and_reloaded_with_their_tags(
     before, tags = all_states(trainer), trainer.saver.report().tags
     assert any(value.any() for name, value in before.items() if name.endswith("_codes"))
     assert trainer.critic is not None
-    for tag, model in (("optim", trainer.model), ("critic_optim", trainer.critic.model)):
+    for tag, model in (("optim", trainer.model), ("critic_optim", trainer.critic.module)):
         held = tags[tag].live_bytes
         assert 0 <= held - moment_bytes(model.parameters()) < 256
         leaving = config(path, critic=CriticConfig(), leaving=(tag,), **EIGHT)

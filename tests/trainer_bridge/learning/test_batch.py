@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.trainer_bridge.models import make_batch
 from trainer_bridge import CriticConfig, PolicyLoss, SequenceBatch, TrainerConfig
 from trainer_bridge.learning.batch import MicroBatch, dispatch, lay_out
-from trainer_bridge.learning.losses import value_clip
+from trainer_bridge.learning.critic import value_clip
 
 CPU = torch.device("cpu")
 

@@ -66,7 +66,7 @@ def plain_update(
 
 def head_of(trainer: Trainer) -> torch.Tensor:
     assert trainer.critic is not None
-    return local_shard(trainer.critic.model.get_parameter("lm_head.weight"))
+    return local_shard(trainer.critic.module.get_parameter("lm_head.weight"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -105,8 +105,8 @@ def test_random_policy_critic_and_reference_start_with_the_same_weights(
     )
     assert trainer.critic is not None and trainer.reference is not None
     trainer.reload()
-    critic = dict(trainer.critic.model.named_parameters())
-    frozen = dict(trainer.reference.named_parameters())
+    critic = dict(trainer.critic.module.named_parameters())
+    frozen = dict(trainer.reference.module.named_parameters())
     for name, shard in trainer.shards().items():
         assert torch.equal(local_shard(frozen[name]), shard.bfloat16()), name
         assert torch.equal(local_shard(critic[name]), shard), name
@@ -184,7 +184,9 @@ def test_refreshed_reference_has_the_bits_of_the_rounded_policy(
         trainer.refresh_reference()
         first = trainer.compute_ref_log_prob(batch)
         assert trainer.reference is not None
-        for old, new in zip(trainer.reference.parameters(), trainer.shards().values(), strict=True):
+        for old, new in zip(
+            trainer.reference.module.parameters(), trainer.shards().values(), strict=True
+        ):
             assert torch.equal(local_shard(old), new.bfloat16())
         assert first == trainer.compute_log_prob(batch) != before
         moved = copied(trainer)

@@ -19,9 +19,9 @@ from tests.helpers.trainer_bridge.models import as_sampled, describe, make_batch
 from tests.helpers.trainer_bridge.states import MOMENTS, assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import LEARNING_RATE, STABLE
 from trainer_bridge import CriticConfig, LoraConfig, Schedule, SequenceBatch, Trainer, TrainerConfig
-from trainer_bridge.learning import loss_scale, optimizer
+from trainer_bridge.learning import loss_scale, trainer_model
 from trainer_bridge.learning.loss_scale import FIRST, LARGEST, TRIES, LossScale
-from trainer_bridge.learning.optimizer import optimizer_step
+from trainer_bridge.learning.trainer_model import Model
 
 Make = Callable[..., Trainer]
 HALF: dict[str, Any] = {"param_dtype": "float16"}
@@ -58,7 +58,7 @@ def counters(side: Any) -> set[float]:
 # ------------------------------------------------------------------------------ the scale itself
 
 
-class Model:
+class ScaleRules:
     """The scale's rules without arithmetic: exponents of 2, and updates at the last one."""
 
     exponent, good = round(math.log2(FIRST)), 0
@@ -86,11 +86,15 @@ def test_updates_repeat_as_a_model_of_the_scale_predicts(runs: list[tuple[int, i
     """Run updates whose gradient is a power of 2, of which the parameter counts the sum."""
     param = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
     sgd = torch.optim.SGD([param], lr=1.0)
-    config = TrainerConfig(model_path="-", max_grad_norm=None)
-    ours, model, failed = LossScale(dynamic=True, value=FIRST), Model(), list[Any]()
+    config = TrainerConfig(
+        model_path="-", param_dtype="float16", learning_rate=1.0, max_grad_norm=None
+    )
+    runtime: Any = None
+    learner, model = Model(torch.nn.Module(), config, runtime, sgd), ScaleRules()
+    ours, failed = learner.loss_scale, list[Any]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale, "GOOD", 3)
-        patch.setattr(optimizer, "local_shard", lambda tensor: tensor)
+        patch.setattr(trainer_model, "local_shard", lambda tensor: tensor)
         for size in (size for size, count in runs for _ in range(count)):
 
             def backward(scale: float, size: int = size) -> list[float]:
@@ -99,15 +103,18 @@ def test_updates_repeat_as_a_model_of_the_scale_predicts(runs: list[tuple[int, i
                 failed.append(weakref.ref(param.grad))
                 return [0.5]
 
+            learner.step = 6
             held, scale = float(param.detach()), dataclasses.replace(ours)
             if (expected := model.update(size)) is None:
                 with pytest.raises(FloatingPointError, match="in step 7, .*loss scales tried: 20"):
-                    optimizer_step(sgd, config, ours, 1.0, 7, backward)
+                    learner.take_step(backward)
                 assert (float(param.detach()), ours) == (held, scale)
             else:
-                figures = optimizer_step(sgd, config, ours, 1.0, 7, backward)[1]
+                figures = learner.take_step(backward)[1]
                 assert (math.log2(figures["loss_scale"]), figures["overflows"]) == expected
-                assert float(param.detach()) == held - 2.0**size
+                used = 2.0 ** expected[0]  # float16 has no power of 2 below 2**-24
+                learned = float(torch.tensor(used * 2.0**size).half()) / used
+                assert float(param.detach()) == held - learned
             assert (math.log2(ours.value), ours.good) == (model.exponent, model.good)
             assert param.grad is None
 
@@ -172,7 +179,7 @@ def test_scale_keeps_gradients_that_vanish_in_float16(model_path: str, make_trai
     expected, got = (side.update_actor(batch)["grad_norm"] for side in (exact, half))
     assert got == pytest.approx(expected, rel=4 * math.sqrt(140) * U)
     unscaled = make_trainer(model_path, **HALF)
-    unscaled.loss_scale.value = 1.0
+    unscaled.policy.loss_scale.value = 1.0
     assert unscaled.update_actor(batch)["grad_norm"] < expected / 2
 
 
@@ -187,7 +194,7 @@ def test_repeated_update_has_the_bits_of_one_that_starts_at_the_scale_that_worke
     repeats, twin = (make_trainer(model_path, device=device, **both) for _ in "ab")
     for learn, side in (("update_actor", 0), ("update_critic", 1)):
         prefix = "critic_" * side
-        first, second = ((one, one.critic)[side] for one in (repeats, twin))
+        first, second = ((one.policy, one.critic)[side] for one in (repeats, twin))
         for one in (repeats, twin):
             getattr(one, learn)(value_batch(4))
         batch = as_sampled(value_batch(4, seed=1))  # a repeated update scores again
@@ -203,7 +210,7 @@ def test_repeated_update_has_the_bits_of_one_that_starts_at_the_scale_that_worke
         assert first.loss_scale == second.loss_scale
         assert_same_bits(bits(first), bits(second))
         assert (first.step, counters(first)) == (2, {2.0})
-        assert all(param.grad is None for param in first.model.parameters())
+        assert all(param.grad is None for param in first.module.parameters())
 
 
 def test_checkpoint_keeps_the_scale_and_continues_bit_identical(
@@ -211,16 +218,16 @@ def test_checkpoint_keeps_the_scale_and_continues_bit_identical(
 ) -> None:
     critic = {"critic": CriticConfig(learning_rate=1e-2)}
     first, second = (make_trainer(model_path, **critic, **HALF) for _ in "ab")
-    first.loss_scale.value = 2.0**34
+    first.policy.loss_scale.value = 2.0**34
     first.critic.loss_scale.value = FIRST / 4  # no overflow
     for seed in range(2):
         first.update_actor(value_batch(4, seed))
         first.update_critic(value_batch(4, seed))
     first.save_checkpoint(str(tmp_path / "saved"))
     second.load_checkpoint(str(tmp_path / "saved"))
-    for one, other in ((first, second), (first.critic, second.critic)):
+    for one, other in zip(first.models, second.models, strict=True):
         assert (one.loss_scale, counters(other)) == (other.loss_scale, {2.0})
-    assert FIRST < second.loss_scale.value < 2.0**34
+    assert FIRST < second.policy.loss_scale.value < 2.0**34
     assert second.critic.loss_scale == LossScale(dynamic=True, value=FIRST / 4, good=2)
     for learn in ("update_actor", "update_critic"):
         good = value_batch(4, seed=3)
@@ -233,7 +240,7 @@ def test_update_that_overflows_at_20_scales_changes_nothing(
     model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, critic=CriticConfig(), **HALF)
-    for learn, side in (("update_actor", trainer), ("update_critic", trainer.critic)):
+    for learn, side in (("update_actor", trainer.policy), ("update_critic", trainer.critic)):
         getattr(trainer, learn)(value_batch(4))
         before, scale = bits(side), dataclasses.replace(side.loss_scale)
         with pytest.raises(FloatingPointError) as caught:
@@ -243,7 +250,7 @@ def test_update_that_overflows_at_20_scales_changes_nothing(
         assert "model.dtype=bfloat16" in text
         assert_same_bits(bits(side), before)
         assert (side.step, counters(side), side.loss_scale) == (1, {1.0}, scale)
-        assert all(param.grad is None for param in side.model.parameters())
+        assert all(param.grad is None for param in side.module.parameters())
         getattr(trainer, learn)(value_batch(4, seed=1))
 
 
@@ -252,12 +259,12 @@ def test_checkpoint_of_float16_continues_in_bfloat16_and_the_reverse(
 ) -> None:
     """Keep masters, moments and Adam's counters; the scale starts again."""
     half, brain = make_trainer(model_path, **HALF), make_trainer(model_path, param_dtype="bfloat16")
-    half.loss_scale.value = 2.0**34
+    half.policy.loss_scale.value = 2.0**34
     half.update_actor(make_batch(4))
     half.save_checkpoint(str(tmp_path / "half"))
     brain.load_checkpoint(str(tmp_path / "half"))
     assert_same_bits(bits(brain), bits(half))
-    assert (brain.step, counters(brain), brain.loss_scale.value) == (1, {1.0}, 1.0)
+    assert (brain.step, counters(brain), brain.policy.loss_scale.value) == (1, {1.0}, 1.0)
     assert "overflows" not in brain.update_actor(make_batch(4))
     brain.save_checkpoint(str(tmp_path / "brain"))
     half.load_checkpoint(str(tmp_path / "brain"))
@@ -275,7 +282,7 @@ def test_loss_that_is_not_finite_raises_immediately(model_path: str, make_traine
     with pytest.raises(FloatingPointError, match=r"batch's float fields.*model\.dtype=bfloat16"):
         trainer.update_actor(poisoned)
     assert_same_bits(bits(trainer), before)
-    assert (trainer.step, trainer.loss_scale) == (0, LossScale(dynamic=True, value=FIRST))
+    assert (trainer.step, trainer.policy.loss_scale) == (0, LossScale(dynamic=True, value=FIRST))
 
 
 def test_scores_of_a_model_that_exceeds_float16_are_refused(

@@ -42,8 +42,9 @@ from trainer_bridge import (
     correct,
 )
 from trainer_bridge.learning import reference_figures
-from trainer_bridge.learning.losses import TokenValues, add_gradients, policy_gradient
+from trainer_bridge.learning.policy import Policy
 from trainer_bridge.learning.policy_loss import kl_terms, policy_terms, ppo_clip
+from trainer_bridge.learning.trainer_model import TokenValues
 from trainer_bridge.ops import token_scores
 
 WORDS = 11
@@ -240,8 +241,7 @@ def update(
     """Return the sums of an update of all ranks, and the mean of the ranks' gradients."""
     model, parts = Table(table), []
     model.packs = packed
-    config = TrainerConfig(model_path="m", reference=True, loss=loss)
-    learn = partial(policy_gradient, model, config, batch, world, 1.0, TokenValues())
+    config = TrainerConfig(model_path="m", reference=True, loss=loss, micro_batch_size=size)
     for rank in range(world):
         runtime: Any = SimpleNamespace(
             rank=rank,
@@ -251,7 +251,9 @@ def update(
             sum_ranks=np.asarray,
             keep_unsharded=False,
         )
-        parts.append(add_gradients(model, batch, learn, size, runtime))
+        policy = Policy(model, config, runtime)
+        learn = partial(policy.gradient, batch, 1.0, TokenValues())
+        parts.append(policy.add_gradients(batch, learn))
     assert model.table.grad is not None
     return [sum(column) for column in zip(*parts, strict=True)], model.table.grad / world
 

@@ -84,7 +84,7 @@ def test_checkpoint_holds_a_refreshed_reference_and_no_other(
         assert trainer.reference is not None
         return {
             name: param.detach().to_local().clone()  # type: ignore[operator]
-            for name, param in trainer.reference.named_parameters()
+            for name, param in trainer.reference.module.named_parameters()
         }
 
     for trainer, name in ((plain, "plain"), (first, "before")):

@@ -497,7 +497,7 @@ def test_export_into_the_own_directory_of_the_model_is_refused(
 def test_exports_that_nothing_could_load_are_refused(tmp_path: Path, make_trainer: Make) -> None:
     path, out = write_model(tmp_path / "model"), str(tmp_path / "out")
     trainer = make_trainer(path)
-    with pytest.raises(ValueError, match=r"dtype='float8'\): use float32, bfloat16, float16"):
+    with pytest.raises(ValueError, match="cannot be saved; use float32, bfloat16, float16"):
         trainer.save_pretrained(out, dtype="float8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="merge_adapters=True needs adapters"):
         trainer.save_pretrained(out, merge_adapters=True)

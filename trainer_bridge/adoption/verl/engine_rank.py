@@ -91,6 +91,7 @@ class EngineRank(UpdateSide):
 
     def serve_update(self, secret: str) -> Outcome:
         """Serve one weight update by this rank's trainer rank; return `outcome`."""
+        # The server's only thread for calls waits for this one, so no step runs during an update.
         self.serve(socket_name(self._settings.pairs[self._rank], secret))
         return self.outcome()
 

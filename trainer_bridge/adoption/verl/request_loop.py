@@ -26,6 +26,8 @@ class RequestLoop:
 
     def __init__(self, call: Callable[..., list[Any]]) -> None:
         self._call = call
+        # The only thread that calls the engine, which takes one call at a time. All attributes
+        # below belong to the event loop, so they need no lock.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._arrivals: list[Arrival] = []
         self._cancelled: list[str] = []
@@ -92,6 +94,7 @@ class RequestLoop:
             try:
                 ended = (await self.call("advance", arrivals, cancelled=cancelled, steps=STEPS))[0]
             except Exception as error:
+                # Requests that arrived during the call are open, so they fail, too.
                 self._arrivals.clear()
                 ended = dict.fromkeys(self._open, error)
             for key, result in ended.items():

@@ -41,6 +41,8 @@ class UpdatedServer(ABC):
         """
         side = _InLoop(self, asyncio.get_running_loop(), secret)
         name = socket_name(pair, secret)
+        # The thread waits for the trainer's calls, and during an update for the event loop, which
+        # therefore never waits for the thread. The trainer ends it by closing the socket.
         Thread(target=_serve, args=(name, side), daemon=True, name="weight-updates").start()
 
     async def update_in_place(self, version: int, secret: str) -> None:

@@ -8,7 +8,7 @@ device like all other parameters.
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.shards import local_shard, shard_box
-from trainer_bridge.sync.writer import LowRank
+from trainer_bridge.sync.writer import LowRank, scratch_for
 
 NAMES = ("lora_a", "lora_b")
 EXPERTS = "experts"
@@ -184,10 +184,20 @@ class Adapters:
         """Return the factors of this rank's shards by parameter; valid until the next update."""
         return {name: shard_factors(adapter) for name, adapter in self._adapted.items()}
 
+    def scratch(self) -> Tensor:
+        """Allocate the memory in which a sync merges the adapters."""
+        return merge_scratch(self._adapted)
+
     def identity(self) -> dict[str, Any]:
         """Return plain data by which a checkpoint recognizes the same adapters."""
         named = {"target_modules": sorted(self._config.target_modules)}
         return dataclasses.asdict(self._config) | named
+
+
+def merge_scratch(adapted: Mapping[str, Adapter]) -> Tensor:
+    """Allocate the memory in which adapters are merged into this rank's shards of the weights."""
+    bases = {name: local_shard(adapter.weight) for name, adapter in adapted.items()}
+    return scratch_for(bases, bases)
 
 
 def factor_names(name: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
@@ -31,24 +31,6 @@ _VALUES = "values.json"
 _OWN = ("*.safetensors", _VALUES)
 _PARTIAL, _BEFORE = ".partial", ".before"
 _FILE_BYTES = 2 << 30
-
-
-def state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
-) -> dict[str, Tensor]:
-    """Return the trained tensors of a model and its optimizer by name, without a copy.
-
-    Masters are returned in place of their parameters. Names begin with `prefix`.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        moments = optimizer.state[param]
-        tensors[f"{prefix}params.{name}"] = moments.get("master", param.detach())
-        for moment in [key for key in moments if key not in ("step", "master")]:
-            tensors[f"{prefix}optim.{moment}.{name}"] = moments[moment]
-    return tensors
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -137,7 +119,7 @@ def load(
     """Load a checkpoint, perhaps of another number of ranks, into `tensors`; return its values.
 
     Moments in 8 bits, whose blocks depend on the number of ranks, are quantized again where needed.
-    The stored adapters must equal `adapters` (`Adapters.identity`). The stored digest, if there is
+    The stored adapters must equal `adapters` (`lora.identity`). The stored digest, if there is
     one, must equal `began_with` (`weights_digest`).
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from trainer_bridge.models.adapters.lora import (
     adapted_params,
     base_params,
     factor_names,
+    merge_scratch,
     shard_factors,
 )
 from trainer_bridge.models.adapters.peft_format import peft_config, peft_tensors
@@ -48,28 +49,11 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HUB_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 
 
-class Weights(Protocol):
-    """Whole parameters and buffers of a model. All methods are collective calls."""
-
-    model: nn.Module  # names and shapes; its tensors may be on the meta device
-    config: TrainerConfig
-
-    @property
-    def files(self) -> CheckpointFiles | None:
-        """Return the weights in the model's directory; None if they are random."""
-        ...
-
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a parameter, an adapter's factor or a buffer, in `dtype`, on any device."""
-        ...
-
-    def merged(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return an adapted parameter with its adapter merged, rounded once to `dtype`."""
-        ...
-
-
 class ShardedWeights:
-    """The weights of a trainer's model, whose ranks gather one parameter at a time."""
+    """The weights of a trainer's model, whose ranks gather one parameter at a time.
+
+    All methods are collective calls.
+    """
 
     def __init__(self, model: nn.Module, config: TrainerConfig) -> None:
         self.model, self.config = model, config
@@ -78,23 +62,25 @@ class ShardedWeights:
 
     @cached_property
     def files(self) -> CheckpointFiles | None:
+        """Return the weights in the model's directory; None if they are random."""
         return _open_files(self.model, self.config)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a parameter, an adapter's factor or a buffer, in `dtype`, on any device."""
         tensor = self._tensors[name]
         if not isinstance(tensor, DTensor):
             return tensor.to(dtype)
         return _gathered(local_shard(tensor).to(dtype), tensor)
 
     def merged(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return an adapted parameter with its adapter merged, rounded once to `dtype`."""
         adapter = self._adapted[name]
         local = local_shard(adapter.weight)
         return _gathered(shard_factors(adapter).merge(local, dtype, self._scratch), adapter.weight)
 
     @cached_property
     def _scratch(self) -> Tensor:
-        bases = {name: local_shard(adapter.weight) for name, adapter in self._adapted.items()}
-        return scratch_for(bases, bases)
+        return merge_scratch(self._adapted)
 
 
 def _open_files(model: nn.Module, config: TrainerConfig) -> CheckpointFiles | None:
@@ -108,7 +94,10 @@ def _gathered(local: Tensor, param: Tensor) -> Tensor:
 
 
 class CheckpointWeights:
-    """The weights of a trainer's checkpoint; frozen ones are read from the model's directory."""
+    """The weights of a trainer's checkpoint, with the interface of `ShardedWeights`.
+
+    Its `model` is on the meta device. Frozen weights are read from the model's directory.
+    """
 
     def __init__(self, directory: str, config: TrainerConfig) -> None:
         """Open a checkpoint of any number of ranks.
@@ -162,6 +151,9 @@ class CheckpointWeights:
         if (now := files_digest(self.model, self.files)) != (began_with or now):
             rule = f"the run began with other weights (digest {began_with}; {now} now)"
             raise OtherWeights(f"checkpoint {directory!r}: {rule}; restore the original weights")
+
+
+Weights = ShardedWeights | CheckpointWeights
 
 
 def export_checkpoint(

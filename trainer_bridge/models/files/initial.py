@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from memsaver.ops.hash import MASK64, hash_text
 from memsaver.ops.rows import digest
 from memsaver.system.plain import all_gather_plain
-from rollout.model import (
-    Stored,
-    open_tensors,
-    spellings,
-    stored_buffers,
-)
+from rollout.model import Stored, open_tensors, spellings, stored_buffers
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.models.adapters.lora import base_params, is_adapter

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.planner.allocator import MIB, CachingAllocator
+from memsaver.memory.caching_allocator import MIB, CachingAllocator
 
 
 @pytest.mark.parametrize(

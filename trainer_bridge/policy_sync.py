@@ -1,0 +1,95 @@
+"""The way of a policy's weights into rollouts."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memsaver import MemorySaver
+from memsaver.errors import StateError
+from memsaver.system.devices import place_of
+from rollout.model import stored_buffers
+from rollout.protocols import ShardedEngine, UpdatableEngine
+from rollout.weights import Manifest
+from trainer_bridge.learning.trainer_model import Model
+from trainer_bridge.models.adapters.lora import Adapters, base_params
+from trainer_bridge.offload import Offloader
+from trainer_bridge.sync.agree import group_agreement
+from trainer_bridge.sync.alias import PageAlias
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
+from trainer_bridge.sync.writer import Shards
+from trainer_bridge.tag_names import PARAMS
+
+
+class PolicySync:
+    """The syncs of one rank's policy, by copies or by aliased pages; owned by its trainer."""
+
+    def __init__(
+        self,
+        policy: Model,
+        adapters: Adapters | None,
+        saver: MemorySaver,
+        layout: Manifest | None,
+        offloader: Offloader,
+    ) -> None:
+        """Read the names; `layout` is that of tag `params`, if an engine can alias its pages."""
+        self._policy, self._adapters, self._offloader = policy, adapters, offloader
+        self._saver, self._layout = saver, layout
+        self._params = base_params(policy.module)
+        self._buffers = tuple(stored_buffers(policy.module))
+        self._shards = Shards(self._named)
+        self._sync: WeightSync | None = None
+        self._alias: PageAlias | None = None
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return this rank's parameters without adapters, by checkpoint name."""
+        tensors = self._tensors()
+        return {name: tensors[name] for name in self._params}
+
+    def connect(
+        self,
+        targets: Sequence[UpdatableEngine | ShardedEngine],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """Connect this rank to engines; see `Trainer.connect`."""
+        self.close()
+        config, agreement = self._policy.config, group_agreement(group or dist.group.WORLD)
+        ranks = (config.exact_ranks, config.exact_expert_parallel) if config.exact else None
+        shards, place = self._shards.described(), place_of(device)
+        self._sync = WeightSync(shards, self._tensors, targets, agreement, place=place, ranks=ranks)
+        if self._layout is not None:
+            self._alias = PageAlias(self._saver, PARAMS, self._layout, self._sync)
+
+    def sync(self, version: int, shadow: bool) -> SyncReceipt:
+        """Write the weights into the engines' pages; see `Trainer.sync_weights`."""
+        if self._sync is None:
+            rule = "sync_weights() has no rollout"
+            raise StateError(f"{rule}; call connect([engine]) first, on every rank")
+        if self._adapters is None:
+            return self._sync.sync(version, shadow=shadow)
+        names = self._adapters.names if self._sync.holds() else None
+        factors = self._adapters.factors()
+        return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
+
+    def alias(self, version: int) -> SyncReceipt:
+        """Let the engines serve the trainer's pages; see `Trainer.alias_weights`."""
+        if self._alias is None:
+            rule = "alias_weights() needs parameters laid out like the rollout's weights"
+            remedy = "create the trainer with layout=engine.manifest, and call connect([engine])"
+            raise StateError(f"{rule}; {remedy}")
+        return self._alias.share(version)
+
+    def close(self) -> None:
+        """Unmap the engines' pages."""
+        if self._sync is not None:
+            self._sync.close()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        self._offloader.await_content()
+        return self._shards.tensors()
+
+    def _named(self) -> dict[str, Tensor]:
+        # Parameters keep their objects. A buffer can be replaced, so it is looked up each time.
+        return self._params | {name: self._policy.module.get_buffer(name) for name in self._buffers}
