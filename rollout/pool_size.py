@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -64,6 +65,8 @@ class RankBytes:
     config: EngineConfig
     dtype: torch.dtype
 
+    _per_logit: ClassVar[int] = 0  # further bytes of each logit
+
     @cached_property
     def layout(self) -> KVLayout:
         kv_layout = layout(self.model.hf_config, self.config.kv_cache_dtype, self.dtype)
@@ -88,7 +91,7 @@ class RankBytes:
             rows -= len(self.layout.layers("sliding")) * (tokens - window)
         return rows * row + (config.state_slots + 1) * self.layout.state_bytes
 
-    def step(self, per_logit: int = 0, *, filters: bool = False) -> int:
+    def step(self, *, filters: bool = False) -> int:
         """Return the bytes of the temporaries of a step, which has a prefill and decodes.
 
         The forward makes a layer's temporaries and leaves logits in the model's dtype. Sampling
@@ -96,12 +99,11 @@ class RankBytes:
         filters to fp32. Ranks have their columns, those of all ranks, and joined rows before.
 
         Args:
-            per_logit: Further bytes of a logit.
             filters: Whether any number of samples may have top-k or top-p.
         """
         config, running = self.config, self.config.max_running
         copies = 2 if config.tensor_parallel_size == 1 else 4
-        per_column = running * (per_logit + copies * self.dtype.itemsize)
+        per_column = running * (self._per_logit + copies * self.dtype.itemsize)
         if filters:
             few = min(running, _FEW_ROWS) * _FILTERED_OF_FEW
             per_column += max(few, running * _FILTERED)

@@ -16,8 +16,6 @@ from rollout.pool_size import RankBytes
 # Measured with vLLM 0.24 asleep at the Qwen2.5-7B shape, with context and graphs of 51 sizes: 15.93
 # GiB of an H100 were in use, 14.2 of them by others (docs/planner.md). SGLang is not measured.
 OUTSIDE = 1772 << 20
-# Bytes for each logit beside bf16: in fp32 the logit, log-probability, probability and noise.
-_LOGITS = 16
 _PADDED = 64  # Hosted engines pad the vocabulary to a multiple of 64 rows.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
@@ -35,6 +33,7 @@ class HostedBytes(RankBytes):
     kind: str
 
     graphs = idle = 0  # type: ignore[assignment]
+    _per_logit = 4 * 4  # In fp32 the logit, log-probability, probability and noise.
 
     @cached_property
     def weights(self) -> int:  # type: ignore[override]
@@ -62,10 +61,6 @@ class HostedBytes(RankBytes):
         stored = self.layout.layers("full", "sliding", "mla")
         tensors = len(stored) * (2 if self.kind == "sglang" else 1)
         return _region([super().kv_cache(tokens) // tensors] * tensors)
-
-    def step(self, per_logit: int = 0) -> int:
-        """Return the bytes of the temporaries of a step."""
-        return super().step(per_logit + _LOGITS)
 
 
 def _elements(group: Any, ranks: int) -> int:
