@@ -8,6 +8,7 @@ the run nothing but a note.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -73,7 +74,8 @@ class Delivery:
 
     def _tell(self, text: str) -> None:
         # Either thread calls this. A display with a live bar shows what is printed above the bar.
-        print(f"tracker {self.name}: {text}", flush=True)
+        with contextlib.suppress(OSError, ValueError):  # Nobody reads standard output any more.
+            print(f"tracker {self.name}: {text}", flush=True)
 
     def _work(self) -> None:
         failing = False

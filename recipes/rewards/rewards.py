@@ -39,6 +39,7 @@ class Rewards:
             called in this process, where only `async` functions have a timeout. In either case,
             exact_match and number are called in this process, math and the scorers of
             reasoning-gym in workers.
+        most_workers: Largest number of worker processes.
         concurrency: Largest number of calls of an `async` function at a time; None: no limit.
         note: Shows a line about the faults of a step, or what it waits for.
 
@@ -52,6 +53,7 @@ class Rewards:
         *,
         timeout: float = 30.0,
         workers: int | None = None,
+        most_workers: int | None = None,
         concurrency: int | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class Rewards:
         self._pool: Pool | None = None
         if apart:
             number = workers or min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) // 2))
-            self._pool = Pool(apart, number, timeout, concurrency)
+            self._pool = Pool(apart, min(number, most_workers or number), timeout, concurrency)
             self._thread = ThreadPoolExecutor(1, "rewards")
             self._thread.submit(self._pool.start)
 

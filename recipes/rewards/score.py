@@ -103,7 +103,7 @@ def score_of(result: Any, judges: bool = False) -> Score:
     """
     if result is None:
         return Score()
-    if hasattr(result, "reward"):
+    if hasattr(result, "reward") and not isinstance(result, Mapping):
         correct = "exact" if getattr(result, "renamed", False) else "correct"
         said = {"reward": result.reward, correct: getattr(result, "correct", None)}
         result = {**getattr(result, "figures", {}), **said}

@@ -113,6 +113,7 @@ def prepare(
     run_dir: Path,
     started: datetime | None = None,
     before: Decisions | None = None,
+    tasks: Tasks | None = None,
 ) -> Setup:
     """Check a recipe against this machine; write a random model's files to `run_dir`/model.
 
@@ -121,6 +122,7 @@ def prepare(
         run_dir: Folder of the run.
         started: Start of the run, which a chat template may write; None: now.
         before: Decisions of the run's earlier steps, if there are any.
+        tasks: The sets of problems; None: those of the recipe.
 
     Returns:
         The prepared run.
@@ -132,7 +134,7 @@ def prepare(
     device, started = resolve_device(recipe), started or datetime.now()
     _check_packages(recipe)
     check_training(recipe)
-    tasks = make_tasks(recipe.task, recipe.eval.sets)
+    tasks = tasks or make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
         check_lora(recipe.lora, model_dir)

@@ -136,8 +136,7 @@ def try_rewards(tasks: Tasks, section: TaskSection) -> None:
         if sets[task.name + OURS].functions:
             several = [_right(task, problem) for problem in task.problems()[:TRIALS]]
             answers += [replace(answer, set=task.name + OURS) for answer in several]
-    workers = 0 if section.workers == 0 else 1  # With one worker, the functions load only once.
-    with _open(sets, section, workers=workers, note=_say) as rewards:
+    with _open(sets, section, most_workers=1, note=_say) as rewards:
         scored = rewards.check(answers)
     for task in tasks.all:
         _tell_wrong(task, [item for item in scored if item.answer.set == task.name + OURS])

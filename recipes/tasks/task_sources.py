@@ -38,13 +38,25 @@ def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tas
     return with_problems(tasks.separated(lambda problem: problem.text, "prompt"), section)
 
 
+def evaluated_tasks(sets: Sequence[ProblemSection]) -> Tasks:
+    """Build `eval.sets` alone, without a set to train on.
+
+    Raises:
+        RecipeError: A set cannot be built.
+    """
+    built = [make_task(part, f"eval.sets[{index}]") for index, part in enumerate(sets)]
+    return Tasks(trained=(), evaluated=tuple(map(_evaluated_only, built)))
+
+
 def with_problems(tasks: Tasks, section: TaskSection) -> Tasks:
     """Return the tasks of a recipe if each set has problems on the sides that it needs.
 
     Raises:
         RecipeError: A set has no problem to train or to evaluate on.
     """
-    for (key, part), task in zip(sets_by_key(section, ()).items(), tasks.trained, strict=True):
+    # An evaluation alone has no set to train on.
+    trained = sets_by_key(section, ()).items() if tasks.trained else ()
+    for (key, part), task in zip(trained, tasks.trained, strict=True):
         fraction = f"{key}.held_out_fraction"
         if not task.train or (part.held_out_fraction and not task.held_out):
             setting = f"{fraction}={part.held_out_fraction}"

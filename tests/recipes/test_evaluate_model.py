@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 
 from recipes import evaluate_model
 from recipes.cli import main
+from recipes.logs.run_folder import newest_run
 from tests.helpers.recipes.models import save_byte_model
 from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, rows
 
+SMALL_MODEL = ("sampling.max_tokens=4", "device=cpu")
 REWARD = "tests.helpers.recipes.reward_functions:by_place"
 
 
@@ -48,8 +52,14 @@ def test_run_and_its_export_get_the_row_of_the_runs_last_evaluation(
     export = run / "exports" / "step_2"
     again = evaluated(export, "--recipe", run / "recipe.yaml", "--out", tmp_path / "export")
     assert again == {**row, "step": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        Path("runs").mkdir()
+        shutil.copytree(run, "runs/own")
+        (tmp_path / "run").rename("runs/later")
+        assert newest_run() == Path("runs/own")
     capsys.readouterr()
-    assert main(["samples", str(tmp_path / "run"), "--json"]) == 0
+    assert main(["samples", str(tmp_path / "runs/later"), "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == row["problems"] * 3
 
 
@@ -60,10 +70,67 @@ def test_model_alone_answers_all_of_a_data_file_and_the_defaults_are_shown(
     row = evaluated(*words, "--out", tmp_path / "whole")
     assert row["problems"] == 9 and row["rewards"].keys() == {"by_place"}
     shown = capsys.readouterr().out
-    for part in ("sums (9)", "greedy", "at most 4 tokens", "the chat template", "native engine"):
+    for part in (
+        "sums (9 held out)",
+        "greedy",
+        "at most 4 tokens",
+        "the chat template",
+        "native engine",
+    ):
         assert part in shown
     few = evaluated(*words, "--limit", 2, "--out", tmp_path / "few")
     assert few["problems"] == 2 and few["rewards"].keys() == row["rewards"].keys()
+
+
+def test_data_file_needs_no_set_of_the_runs_recipe(data: Path, model: Path, tmp_path: Path) -> None:
+    """Evaluate on the training file itself, under its name, then after it has gone."""
+    recipe = tmp_path / "own.yaml"
+    task = f"{{name: file, data: {data}, max_prompt_tokens: 99, held_out_fraction: 0.5}}"
+    recipe.write_text(f"model: {{path: {model}}}\ntask: {task}\nsteps: 1\n")
+    words = (model, "--recipe", recipe, *SMALL_MODEL)
+    assert evaluated(*words, "--data", data, "--out", tmp_path / "same")["problems"] == 9
+    moved = data.rename(tmp_path / "moved.jsonl")
+    assert evaluated(*words, "--data", moved, "--out", tmp_path / "gone")["problems"] == 9
+    renamed = moved.read_text().replace('"prompt"', '"question"')
+    moved.write_text(renamed)
+    column = "eval.sets[0].prompt_column=question"
+    row = evaluated(*words, "--data", moved, column, "--out", tmp_path / "column")
+    assert row["problems"] == 9
+
+
+def test_figures_are_shown_although_they_cannot_be_written(
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(evaluate_model, "replace_text", full)
+    words = [model, "--data", data, *SMALL_MODEL, "--out", tmp_path / "out"]
+    assert main(["evaluate", *map(str, words)]) == 1
+    printed = capsys.readouterr()
+    assert "problems 9" in printed.out
+    assert re.search("No space left on device; the figures are above", printed.err)
+
+
+def test_rewards_that_all_fail_and_engines_that_do_not_start_are_told_on_one_line(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["evaluate", *map(str, (model, "--data", data, *SMALL_MODEL))]
+    monkeypatch.setattr(evaluate_model, "rewarded", lambda scores: [])
+    assert main(words) == 1
+    assert "no answer got a reward" in capsys.readouterr().err
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(evaluate_model, "build_engine", broken)
+    assert main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "memsaver: build_engine failed: RuntimeError: no kernel image"
 
 
 def test_interrupted_evaluation_keeps_the_answers_until_then_and_says_that_they_are_partial(
@@ -102,6 +169,10 @@ def test_interrupted_evaluation_keeps_the_answers_until_then_and_says_that_they_
         (["{model}"], "a model alone has no problems to answer; give --data FILE"),
         (["{model}", "--reward", "math"], "--reward: names functions for the file of --data"),
         (["{model}", "--step", "1"], "--step: .* holds no run; name a run"),
+        (["{model}", "--data", "{data}", "steps=3"], "steps=3: has no effect on an evaluation"),
+        (["{model}", "--data", "{data}", "engine.tensor_parallel_size=2"], "runs on one device"),
+        (["{model}", "--data", "{data}", "eval.sets=[]"], "--data: replaces eval.sets"),
+        (["{folder}/tiny"], "is neither a recipe"),
         (["tiny", "--recipe", "tiny"], "--recipe: tiny is a recipe itself"),
         (["{model}", "--data", "{folder}/none.jsonl"], "none.jsonl"),
         (["{model}", "--data", "{data}", "--reward", "{folder}/no.py:f"], "no.py"),

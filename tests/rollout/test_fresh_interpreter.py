@@ -37,7 +37,7 @@ from kvcache.ops import rotary
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import experts, row_wise as fused, token_sampling as sampling
+from rollout.ops import experts, routing, row_wise as fused, token_sampling as sampling
 from rollout.ops import attention_kernels as kernels
 from trainer_bridge.ops import token_scores
 
@@ -124,8 +124,8 @@ SUMS = dict(TOP_K=2, BLOCK=64)
 CHOOSE = dict(TOP_K=8, ROWS=4, EXPERTS=128, CHOICES=8)
 TILE = dict(TOP_K=2, EVEN=True, WIDE=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=128, GROUP=1)
 for kernel, constants in (
-    (experts._choose, CHOOSE | dict(COMPARED=False, SIGMOID=False, NORMALISE=True)),
-    (experts._choose, CHOOSE | dict(COMPARED=True, SIGMOID=True, NORMALISE=True)),
+    (routing._choose, CHOOSE | dict(COMPARED=False, SIGMOID=False, NORMALISE=True)),
+    (routing._choose, CHOOSE | dict(COMPARED=True, SIGMOID=True, NORMALISE=True)),
     (experts._product, TILE | dict(GATE=True, KEEP=True)),
     (experts._count, SIZES),
     (experts._place, PLACE | dict(FEW=0)),

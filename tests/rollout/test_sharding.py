@@ -89,7 +89,7 @@ def test_parameter_that_ranks_cannot_share_evenly_is_refused_by_name(
     with pytest.raises(ValueError) as caught:
         pieces(name, shape, size)
     assert str(caught.value).startswith(name) and message in str(caught.value)
-    with pytest.raises(ValueError, match=r"tensor-parallel rank 2 must be in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"tensor-parallel rank 2 must be a number in \[0, 2\)"):
         shard_groups([], {}, 2, 2)
 
 

@@ -25,8 +25,15 @@ def of_all(**columns: Any) -> float:
     return float(columns["completion"] == columns["answer"])
 
 
-def mapping(completion: str, answer: str, ended: bool) -> dict[str, Any]:
-    return {"reward": completion == answer, "exact": ended, "length": len(completion), "note": "x"}
+class WithAttributes(dict[str, Any]):
+    """A mapping whose keys are attributes, too, as results of several libraries are."""
+
+    __getattr__ = dict.__getitem__
+
+
+def mapping(completion: str, answer: str, ended: bool) -> WithAttributes:
+    length = len(completion)
+    return WithAttributes(reward=completion == answer, exact=ended, length=length, note="x")
 
 
 def scored(completion: str, answer: str) -> dict[str, Any]:
