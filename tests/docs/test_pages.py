@@ -112,6 +112,17 @@ def test_memsaver_commands_parse() -> None:
             assert known, f"{name_of(page)}:{number}: {recipe}"
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS.split("|")])
+def test_help_of_command_fits_into_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse([*command.split(), "--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) > 3 and not [line for line in shown if len(line) > 80]
+
+
 def test_recipe_of_first_steps_loads_and_its_mistake_prints_the_error_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
