@@ -33,7 +33,7 @@ def call_in_child(
         *arguments: Its arguments, which are pickled, as the result is.
         environment: Variables that the process has besides those of this one.
         patience: Seconds after which the process is killed; None: any time.
-        quiet: Whether to drop what the process prints.
+        quiet: Whether to drop what the process prints, but for the last line if it dies.
 
     Raises:
         ChildError: The function raised an error, the process died, or the call took too long.
@@ -45,13 +45,14 @@ def call_in_child(
             env={**os.environ, "PYTHONPATH": path, **environment},
             input=pickle.dumps((function, arguments)),
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if quiet else None,
+            stderr=subprocess.PIPE if quiet else None,
             timeout=patience,
         )
     except subprocess.TimeoutExpired:
         raise ChildError(f"it took more than {patience:g} s") from None
     if done.returncode:
-        raise ChildError(f"exit status {done.returncode}")
+        last = (done.stderr or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        raise ChildError(last or f"exit status {done.returncode}")
     result, error = pickle.loads(done.stdout)
     if error:
         raise ChildError(error)

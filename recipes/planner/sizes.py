@@ -15,6 +15,7 @@ from recipes.planner.planned_sides import PIECE, EngineSizes
 from recipes.setup.model_files import meta_model
 from recipes.setup.pool import (
     check_overlap,
+    check_ranks,
     demanded_tokens,
     engine_rank,
     pool_grows,
@@ -91,6 +92,8 @@ def engine_sizes(
     """
     known = _known(directory)
     rank = engine_rank(recipe, known or _dense(load_hf_config(directory)), prompt_tokens)
+    if known:
+        check_ranks(recipe, rank)
     weights = rank.weights if known else _even_share(directory, rank)
     check_overlap(recipe, rank.layout)
     tokens = _tokens(recipe, rank if known else None, gpu, prompt_tokens)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvcache import KVLayout
+from kvcache import KVLayout, layout
 from memsaver.ops.layout import round_up
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, one_line, refused, shown
@@ -67,6 +67,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
         RecipeError: The engine cannot serve this model, or the pool does not fit.
     """
     rank, tokens = engine_rank(recipe, model, longest_prompt), recipe.engine.kv_tokens
+    check_ranks(recipe, rank)
     if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
         tokens = demanded_tokens(recipe, longest_prompt)
     elif tokens is None:
@@ -80,7 +81,7 @@ def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> Rank
     """Return the bytes of rank 0 of an engine, which has the most, without a size of its pool.
 
     Raises:
-        RecipeError: The engine cannot serve this model, or cannot divide it among its ranks.
+        RecipeError: The engine cannot cache this model's keys and values, or not on these ranks.
     """
     engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
     fields: dict[str, Any] = {name: getattr(engine, name) for name in SIZES}
@@ -89,13 +90,19 @@ def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> Rank
     rank = RankBytes(model, config, dtype)
     if engine.hosted:
         rank = HostedBytes(model, config, dtype, engine.kind)
-    if (experts := engine.expert_parallel) > 1 and not model.has_experts:
-        raise refused("engine.expert_parallel", experts, "the model has no experts to divide", 1)
-    with _refusing("engine.tensor_parallel_size", engine.tensor_parallel_size, 1):
-        _ = rank.weights
     with _refusing("engine.kv_cache_dtype", engine.kv_cache_dtype, "auto"):
+        layout(model.hf_config, engine.kv_cache_dtype, dtype)
+    with _refusing("engine.tensor_parallel_size", engine.tensor_parallel_size, 1):
         _ = rank.layout
     return rank
+
+
+def check_ranks(recipe: Recipe, rank: RankBytes) -> None:
+    """Refuse ranks among which the engine cannot divide the weights of a model that it supports."""
+    if (experts := recipe.engine.expert_parallel) > 1 and not rank.model.has_experts:
+        raise refused("engine.expert_parallel", experts, "the model has no experts to divide", 1)
+    with _refusing("engine.tensor_parallel_size", recipe.engine.tensor_parallel_size, 1):
+        _ = rank.weights
 
 
 @contextmanager

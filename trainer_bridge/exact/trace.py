@@ -167,7 +167,7 @@ def _by_trainer(rows: _Rows, path: str, record: MismatchRecord) -> list[float]:
             return part
 
         with replaced(token_scores, linear=multiply):
-            (scores,) = Policy(model, config, runtime).score("trace_mismatch", batch)
+            (scores,) = Policy(model, config, runtime).any_scores(batch)
         _add(rows, "lm_head", torch.cat(logits, 1))
     return scores
 

@@ -110,6 +110,12 @@ class Model:
             ValueError: The model does not support the batch (`check_tokens`).
             FloatingPointError: A score is not finite; the text names `method`.
         """
+        scores = self.any_scores(batch)
+        check_scores(method, scores, self.config)
+        return scores
+
+    def any_scores(self, batch: SequenceBatch) -> Tokens:
+        """Score as `score` does; the scores may not be finite."""
         check_tokens(batch, self.module.config)
         self.module.eval()
         values = TokenValues()
@@ -117,9 +123,7 @@ class Model:
             for micro in self._micro_batches(batch):
                 values.add(micro, self.scores(batch, micro))
         # Read last, so that the host prepares a micro batch while the device scores the one before.
-        scores = values.gather(batch, self._runtime)
-        check_scores(method, scores, self.config)
-        return scores
+        return values.gather(batch, self._runtime)
 
     def add_gradients(
         self, batch: SequenceBatch, backward: Callable[[MicroBatch], list[Tensor]]

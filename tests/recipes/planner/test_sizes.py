@@ -67,9 +67,11 @@ def taken(rank: int, folder: str) -> list[tuple[int, int]]:
     return sizes
 
 
-def planned(fields: dict[str, Any], size: int, experts: int = 1) -> tuple[int, int]:
+def planned(
+    fields: dict[str, Any], size: int, experts: int = 1, kind: str = "native"
+) -> tuple[int, int]:
     words = ["driver=ray", f"cluster.n_gpus_per_node={size}", f"engine.tensor_parallel_size={size}"]
-    words.append(f"engine.expert_parallel={experts}")
+    words += [f"engine.expert_parallel={experts}", f"engine.kind={kind}", "device=auto"]
     sizes, _, per_token = engine_sizes(
         recipes.load("tiny", words), model_folder(fields), GPU, prompt_tokens=9
     )
@@ -88,10 +90,11 @@ def test_weights_and_token_bytes_equal_those_of_the_fullest_rank(tmp_path: Path)
         assert plan == (round_up(weights, PAGE), per_token), name
 
 
-def test_rank_of_an_unsupported_model_has_an_even_share() -> None:
-    fields = FIELDS | {"model_type": "granite"}
-    whole, _ = planned(fields, 1)
-    assert whole <= 4 * planned(fields, 4)[0] < whole + 4 * PAGE
+@pytest.mark.parametrize("kind", ["native", "vllm"])
+def test_rank_of_an_unsupported_model_has_an_even_share(kind: str) -> None:
+    fields = FIELDS | {"model_type": "granitemoe", "num_local_experts": 4}
+    whole, _ = planned(fields, 1, kind=kind)
+    assert whole <= 4 * planned(fields, 4, 2, kind)[0] < whole + 4 * PAGE
 
 
 def test_rank_has_its_experts_and_replicated_parts() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollout import Engine, SamplingParams
 from tests.helpers.models import save_tiny
@@ -66,6 +68,12 @@ def test_record_of_two_ranks_has_the_weights_and_the_unequal_sequence(tmp_path: 
     assert batch.rollout_logprobs is not None
     assert trace.engine == trace.trainer == trace.record.trainer == batch.rollout_logprobs[1]
     assert trace.first is None and len(trace.compared) > 30
+    (file,) = folder.glob("**/*.safetensors")
+    weights = load_file(file)
+    next(weights[name] for name in weights if "down_proj" in name).fill_(3e38)
+    save_file(weights, file)
+    overflown = trace_mismatch(folder, max_prefill_tokens=16)
+    assert overflown.first is not None and np.isnan(overflown.trainer).all()
 
 
 def test_record_that_cannot_be_written_is_named_in_the_error(tmp_path: Path) -> None:
