@@ -97,6 +97,12 @@ class Question:
             if key in UNUSED_EVAL or key.partition(".")[0] not in SECTIONS:
                 raise RecipeError(f"{override}: has no effect on an evaluation; drop it")
 
+    def check_model(self, subject: str) -> None:
+        """Refuse overrides that would name another model than the subject."""
+        for override in self.overrides:
+            if override.startswith(("model.path=", "model.shape=", "model.config")):
+                raise RecipeError(f"{override}: the model to evaluate is {subject}; drop it")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
@@ -194,6 +200,7 @@ def _of_recipe(subject: str, file: Path, question: Question) -> _Subject:
 
 
 def _of_run(run: Path, question: Question, folder: Path, step: int | None, best: bool) -> _Subject:
+    question.check_model(str(run))
     own, checkpoints = load(run / "recipe.yaml"), Checkpoints(run)
     recipe = load(question.recipe or run / "recipe.yaml", question.settings)
     checkpoint = (checkpoints.best() if best else None) or checkpoints.of(step)
@@ -209,6 +216,7 @@ def _of_run(run: Path, question: Question, folder: Path, step: int | None, best:
 
 def _of_model(subject: str, question: Question, folder: Path) -> _Subject:
     """Return a model with a recipe, or else with the defaults of a recipe and no set of its own."""
+    question.check_model(subject)
     if question.recipe is not None:
         recipe = load(question.recipe, question.settings)
         return _of(subject, question, model=str(find_model(subject)), recipe=recipe)
@@ -225,7 +233,7 @@ def _of(subject: str, question: Question, *, recipe: Recipe, **fields: Any) -> _
     """Return the subject of a recipe with sets of its own, unless `--data` replaces them.
 
     Raises:
-        RecipeError: The recipe has no problems to evaluate on, or the model is no choice.
+        RecipeError: The recipe has no problems to evaluate on.
     """
     parts = (recipe.task, *recipe.task.mixture)
     if not recipe.eval.sets and not any(part.held_out_fraction for part in parts):

@@ -171,6 +171,7 @@ def test_interrupted_evaluation_keeps_the_answers_until_then_and_says_that_they_
         (["{model}", "--step", "1"], "--step: .* holds no run; name a run"),
         (["{model}", "--data", "{data}", "steps=3"], "steps=3: has no effect on an evaluation"),
         (["{model}", "--data", "{data}", "engine.tensor_parallel_size=2"], "runs on one device"),
+        (["{model}", "--data", "{data}", "model.path=x"], "model.path=x: the model to evaluate is"),
         (["{model}", "--data", "{data}", "eval.sets=[]"], "--data: replaces eval.sets"),
         (["{folder}/tiny"], "is neither a recipe"),
         (["tiny", "--recipe", "tiny"], "--recipe: tiny is a recipe itself"),
