@@ -92,8 +92,7 @@ def engine_sizes(
     """
     known = _known(directory)
     rank = engine_rank(recipe, known or _dense(load_hf_config(directory)), prompt_tokens)
-    if known:
-        check_ranks(recipe, rank)
+    check_ranks(recipe, rank, supported=known is not None)
     weights = rank.weights if known else _even_share(directory, rank)
     check_overlap(recipe, rank.layout)
     tokens = _tokens(recipe, rank if known else None, gpu, prompt_tokens)

@@ -81,7 +81,7 @@ def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> Rank
     """Return the bytes of rank 0 of an engine, which has the most, without a size of its pool.
 
     Raises:
-        RecipeError: The engine cannot cache this model's keys and values, or not on these ranks.
+        RecipeError: The engine cannot cache this model's keys and values.
     """
     engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
     fields: dict[str, Any] = {name: getattr(engine, name) for name in SIZES}
@@ -92,17 +92,17 @@ def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> Rank
         rank = HostedBytes(model, config, dtype, engine.kind)
     with _refusing("engine.kv_cache_dtype", engine.kv_cache_dtype, "auto"):
         layout(model.hf_config, engine.kv_cache_dtype, dtype)
-    with _refusing("engine.tensor_parallel_size", engine.tensor_parallel_size, 1):
-        _ = rank.layout
     return rank
 
 
-def check_ranks(recipe: Recipe, rank: RankBytes) -> None:
-    """Refuse ranks among which the engine cannot divide the weights of a model that it supports."""
-    if (experts := recipe.engine.expert_parallel) > 1 and not rank.model.has_experts:
+def check_ranks(recipe: Recipe, rank: RankBytes, supported: bool = True) -> None:
+    """Refuse ranks among which an engine cannot divide a model; weights only of supported ones."""
+    experts, size = recipe.engine.expert_parallel, recipe.engine.tensor_parallel_size
+    if supported and experts > 1 and not rank.model.has_experts:
         raise refused("engine.expert_parallel", experts, "the model has no experts to divide", 1)
-    with _refusing("engine.tensor_parallel_size", recipe.engine.tensor_parallel_size, 1):
-        _ = rank.weights
+    with _refusing("engine.tensor_parallel_size", size, 1):
+        _ = supported and rank.weights
+        _ = rank.layout
 
 
 @contextmanager
