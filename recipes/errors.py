@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 DOES_NOT_FIT = 3  # exit status of `memsaver plan`
@@ -74,6 +75,19 @@ def writable(option: str) -> Iterator[None]:
         raise RecipeError(
             f"{option}: cannot be written: {why}; name a place that you may write"
         ) from None
+
+
+def check_empty(option: str, folder: Path) -> None:
+    """Refuse a folder to write that an option names, if it has files.
+
+    Raises:
+        RecipeError: The folder is not empty.
+        OSError: It is no folder, or cannot be read.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise RecipeError(
+            f"{option} {folder}: is not empty; name a new folder; nothing was written"
+        )
 
 
 def refused(key: str, value: Any, rule: str, instead: Any) -> RecipeError:

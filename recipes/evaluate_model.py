@@ -18,7 +18,7 @@ from recipes.config.decisions import Decisions
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LoopSection, TaskSection
-from recipes.errors import RecipeError, RunError, one_line, typed, writable
+from recipes.errors import RecipeError, RunError, check_empty, one_line, typed, writable
 from recipes.export_run import export_run
 from recipes.logs.checkpoints import Checkpoints
 from recipes.logs.metric_rows import METRICS, SAMPLES, json_lines, numbers_of
@@ -31,7 +31,6 @@ from recipes.loops.evaluation import (
     problem_sets,
     prompts_of,
 )
-from recipes.loops.figures import renamed
 from recipes.loops.sampling import Samples, rewarded
 from recipes.rewards import Rewards, Scored
 from recipes.setup.model_files import FETCHED, find_model
@@ -149,8 +148,9 @@ def evaluate_model(
             were shown and written, marked as partial.
     """
     question.check()
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"--out {out}: is not empty; name a new folder; nothing was written")
+    if out is not None:
+        with writable(f"--out {out}"):
+            check_empty("--out", out)
     with tempfile.TemporaryDirectory(prefix="memsaver-") as folder:
         found = _subject(subject, question, Path(folder), step, best)
         recipe = _without_training(found, question)
@@ -201,17 +201,17 @@ def _of_recipe(subject: str, file: Path, question: Question) -> _Subject:
 
 def _of_run(run: Path, question: Question, folder: Path, step: int | None, best: bool) -> _Subject:
     question.check_model(str(run))
-    own, checkpoints = load(run / "recipe.yaml"), Checkpoints(run)
+    own = load(run / "recipe.yaml")
     recipe = load(question.recipe or run / "recipe.yaml", question.settings)
-    checkpoint = (checkpoints.best() if best else None) or checkpoints.of(step)
+    checkpoint = Checkpoints(run).chosen(step, best)
     values = read_values(str(checkpoint))["extra"]
     kept: dict[str, Any] = {"step": int(checkpoint.name.removeprefix("step_"))}
     if "started" in values:
         kept["started"] = datetime.fromisoformat(values["started"])
+    kept["decisions"] = Decisions.lasting(values)
     found = _of(str(run), question, model=str(folder / "model"), recipe=recipe, **kept)
-    how: dict[str, Any] = {"merge_adapters": bool(own.lora.rank), "best": best}
-    export_run(run, folder / "model", step=found.step, **how)
-    return replace(found, decisions=Decisions.lasting(values))
+    export_run(run, folder / "model", merge_adapters=bool(own.lora.rank), step=found.step)
+    return found
 
 
 def _of_model(subject: str, question: Question, folder: Path) -> _Subject:
@@ -275,7 +275,7 @@ def _evaluated(setup: Setup, subject: str, step: int, out: Path | None) -> dict[
                 rollout = stack.enter_context(_opened(setup))
             with _stage(view, "evaluate"):
                 evaluation, missing = _answered(rollout, setup, rewards, view.note)
-        row = renamed({"kind": "eval", "step": step, **evaluation.row})
+        row = {"kind": "eval", "step": step, **evaluation.row}
         row |= {"partial": True} if missing else {}
         figures = " | ".join(f"{name} {value:.4g}" for name, value in numbers_of(row).items())
         view.note(f"{'interrupted; partial: ' if missing else ''}{figures}")

@@ -6,7 +6,7 @@ from typing import Any
 from memsaver.errors import format_bytes
 from recipes.config.load import load
 from recipes.config.recipe import Recipe
-from recipes.errors import RecipeError, RunError, one_line
+from recipes.errors import RecipeError, RunError, check_empty, one_line
 from recipes.logs.checkpoints import Checkpoints
 from recipes.logs.run_folder import check_holds_run
 from recipes.setup.model_files import find_model
@@ -38,16 +38,12 @@ def export_run(
         RunError: Reading or writing failed. Nothing is left of the export.
     """
     check_holds_run("export", run_dir)
-    recipe, checkpoints = load(run_dir / "recipe.yaml"), Checkpoints(run_dir)
-    checkpoint = checkpoints.best() if best else checkpoints.of(step)
-    if checkpoint is None:
-        rule = "keeps no best checkpoint: nothing beat the initial weights, or none was saved"
-        raise RecipeError(f"--best: {run_dir} {rule}; leave --best out for the newest")
+    recipe = load(run_dir / "recipe.yaml")
+    checkpoint = Checkpoints(run_dir).chosen(step, best)
     if merge_adapters and not recipe.lora.rank:
         raise RecipeError("--merge: the run trains no adapters; drop --merge")
     try:
-        if to.exists() and any(to.iterdir()):
-            raise RecipeError(f"--to {to}: is not empty; name a new folder; nothing was written")
+        check_empty("--to", to)
         _export(recipe, run_dir, checkpoint, to, merge_adapters)
     except OSError as error:
         remedy = "repair that and export again; nothing was left behind"

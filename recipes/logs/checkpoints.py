@@ -68,6 +68,19 @@ class Checkpoints:
         listed = ", ".join(map(str, steps))
         raise RecipeError(f"--step {step}: {self._run} has checkpoints of these steps: {listed}")
 
+    def chosen(self, step: int | None, best: bool) -> Path:
+        """Return the best checkpoint, or the one of a step as `of` does.
+
+        Raises:
+            RecipeError: There is no such checkpoint.
+        """
+        if not best:
+            return self.of(step)
+        if (found := self.best()) is None:
+            rule = "keeps no best checkpoint: nothing beat the initial weights, or none was saved"
+            raise RecipeError(f"--best: {self._run} {rule}; leave --best out for the newest")
+        return found
+
     def values(self) -> dict[str, Any]:
         """Return the values that the run added to its newest checkpoint."""
         values: dict[str, Any] = {}

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
-
 from recipes.errors import RecipeError, typed
 from recipes.rewards.function import RewardFunction
 
@@ -83,9 +81,8 @@ def _supervise(worker: int, driver: int) -> int:
 
 
 def _children() -> Iterator[int]:
-    # psutil gives up if it may not read one process of another user.
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # The process has ended, or is another user's.
+        with contextlib.suppress(OSError):  # The process has ended.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == os.getpid():
                 yield int(folder.name)
@@ -126,7 +123,7 @@ def _limited(memory: int | None) -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
-    used = psutil.Process().memory_info().vms
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + memory, before[1]))
     try:
         yield
