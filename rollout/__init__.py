@@ -5,21 +5,19 @@ from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.model.double_sparsity import heavy_channels
 from rollout.pool_size import pool_size
-from rollout.protocols import Progress, Rollout, UpdatableEngine
-from rollout.requests import Completion, SamplingParams
-from rollout.streaming import Arrival, StreamingEngine
+from rollout.protocols import Rollout, UpdatableEngine
+from rollout.requests import Completion, Output, Progress, SamplingParams
 
 __all__ = [
-    "Arrival",
     "Completion",
     "DoubleSparsity",
     "Engine",
     "EngineConfig",
     "KVTiers",
+    "Output",
     "Progress",
     "Rollout",
     "SamplingParams",
-    "StreamingEngine",
     "UpdatableEngine",
     "WeightUpdateError",
     "heavy_channels",

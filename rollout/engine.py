@@ -4,10 +4,9 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from kvcache.config import check_option
 from memsaver import ContentWatch, MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
-from memsaver.system.interrupts import deliver, held
+from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
@@ -26,14 +25,16 @@ from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
 from rollout.model.model_folder import iter_checkpoint
 from rollout.ops.product_probe import define_products, is_probed, probe_products
+from rollout.ops.token_sampling import Sent
 from rollout.parallel import TensorParallel
 from rollout.pool_size import ALONE, free_share, sized
-from rollout.protocols import Progress
-from rollout.requests import Completion, SamplingParams
+from rollout.requests import Output, SamplingParams
 from rollout.serving.kv_cache import Cache
-from rollout.serving.runner import DecodeGraphs, ModelRunner, ladder
+from rollout.serving.open_requests import OpenRequests
+from rollout.serving.runner import DecodeGraphs, ModelRunner, StepRouting, ladder
 from rollout.serving.samples import EngineStats, Sample, Step, names_of
-from rollout.serving.scheduler import Intake, Scheduler, for_each
+from rollout.serving.scheduler import Intake, Scheduler
+from rollout.stepping import SteppedEngine
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import shorten
@@ -45,7 +46,17 @@ _log = logging.getLogger("rollout")
 UNFINISHED = get_args(Unfinished)
 
 
-class Engine(EngineBase):
+class Launched(NamedTuple):
+    """A step whose results may still be under way from the device."""
+
+    samples: list[Sample]  # of which each receives a token
+    sent: Sent | None  # their tokens and log-probabilities; None without samples
+    logits: Tensor
+    branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
+    routing: StepRouting | None
+
+
+class Engine(EngineBase, SteppedEngine):
     """Engine for one model on one device, or for one rank's part of the model.
 
     The weights lie on tag `weights`, keys and values on tag `kv_cache`, and the memory of CUDA
@@ -135,9 +146,11 @@ class Engine(EngineBase):
         self._intake = Intake(
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
+        self._requests = OpenRequests(self._intake, self.scheduler)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
+        self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
 
     @classmethod
     def from_pretrained(
@@ -238,76 +251,59 @@ class Engine(EngineBase):
         self.prefixes.new_weights()
         self.store.load(iter_checkpoint(path), str(path))
 
-    # ---------------------------------------------------------------- generate
+    # ---------------------------------------------------------------- requests and steps
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """Continue every prompt `params.n` times.
+    @property
+    def unfinished(self) -> list[int]:
+        """Return the numbers of the requests whose last outputs `step` has not returned."""
+        return self._requests.ids
 
-        Prompts wait in a queue while the pool is full. After any error, no request of this call is
-        left in the engine. Ctrl-C, or another signal that Python handles, takes effect at the end
-        of the present step.
-
-        Args:
-            prompts: Token ids.
-            params: Sampling parameters, for all prompts or one per prompt.
-            on_progress: Callback after every step.
-
-        Returns:
-            The samples, [prompt][sample]; of a beam search the best `n`, best first.
-
-        Raises:
-            StateError: Names why the engine is unavailable.
-            ValueError: Names a prompt that is invalid or can never fit.
-            FloatingPointError: A log-probability is not finite. Names the weights that are not, if
-                any. Later requests use no prefix that is cached now.
-            RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
-        """
+    def _require_ready(self) -> None:
         self._require_current(together=True)
-        prompt_params = for_each(prompts, params)
-        for i, (prompt, param) in enumerate(zip(prompts, prompt_params, strict=True)):
-            self._intake.check(f"prompt {i}", prompt, param)
-            if param.beam_width > 1 and self.cache.withheld_pages:
-                raise ValueError(
-                    f"prompt {i}: no beam search in a pool that woke partly; sleep, then wake_up()"
-                )
-        with held():
-            requests = [self._submit(*pair) for pair in zip(prompts, prompt_params, strict=True)]
-            samples = list(chain.from_iterable(requests))
-            if self.cache.elastic is not None:
-                self.cache.elastic.hurry()
-            try:
-                self._step_until_ended(samples, on_progress)
-            except BaseException as error:
-                self._abandon(samples, error)
-                raise
-        return [
-            list(map(Sample.completion, request[: request[0].params.n])) for request in requests
-        ]
 
-    def _step_until_ended(self, samples: Sequence[Sample], on_progress: Progress | None) -> None:
-        """Run steps until all samples have ended."""
-        while any(sample.finish_reason is None for sample in samples):
+    def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._intake.check(name, prompt, params)
+        if params.beam_width > 1 and self.cache.withheld_pages:
+            raise ValueError(
+                f"{name}: no beam search in a pool that woke partly; sleep, then wake_up()"
+            )
+
+    def _enqueue(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
+        samples = self._requests.submit(prompt, params, stream)
+        self._mark(samples)
+        if self.cache.elastic is not None:
+            self.cache.elastic.hurry()
+        return samples[0].request
+
+    def _mark(self, samples: Sequence[Sample]) -> None:
+        """Do more with the samples of a new request, in subclasses."""
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        self._requests.abort(ids)
+
+    def _abandon(self, ids: Sequence[int], error: BaseException) -> None:
+        self._ranks.fail(error)
+        with contextlib.suppress(StateError):  # raised if the saver is closed
+            self._notice_loss()
+        self._requests.drop(ids)
+
+    def _advance(self) -> list[Output]:
+        ended = self._requests.take(self._not_finite)
+        if ended or not self._requests.ids:
+            return ended
+        try:
+            if not self.scheduler.running:
+                self._require_current(together=True)
             self._step()
-            if (error := self._not_finite(samples)) is not None:
-                raise error
-            if on_progress is not None:
-                done = sum(sample.finish_reason is not None for sample in samples)
-                tokens = sum(len(sample.output) for sample in samples)
-                on_progress(done, len(samples), tokens)
-            deliver()
+            return self._requests.take(self._not_finite)
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
 
-    def _not_finite(self, samples: Sequence[Sample]) -> FloatingPointError | None:
-        """Return an error if the last log-probability of a sample was not finite."""
-        broken = next((sample for sample in samples if sample.broken), None)
-        if broken is None:
-            return None
-        text = f"a log-probability of sample {broken.name} is not finite after "
-        text += f"{broken.length - len(broken.prompt)} tokens of version {self.store.last_version}"
+    def _not_finite(self, sample: Sample) -> FloatingPointError:
+        """Return the error of a sample whose last log-probability was not finite."""
+        text = f"a log-probability of sample {sample.name} is not finite after "
+        text += f"{sample.length - len(sample.prompt)} tokens of version {self.store.last_version}"
         if names := self.store.not_finite():
             return FloatingPointError(
                 f"{text}: NaN or infinity in {shorten(names)}; load or sync finite weights"
@@ -317,69 +313,80 @@ class Engine(EngineBase):
             f"engine or of its KV cache; use dtype bfloat16 or float32 and kv_cache_dtype auto"
         )
 
-    def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """Queue a checked request; subclasses override this to do more with each request."""
-        return self._intake.submit(prompt, params)
-
-    def _abandon(self, samples: Sequence[Sample], error: BaseException) -> None:
-        """End the samples of a call that failed."""
-        self._ranks.fail(error)
-        with contextlib.suppress(StateError):  # raised if the saver is closed
-            self._notice_loss()
-        self.scheduler.abort(samples)
-
     def _step(self) -> None:
-        """Run one forward of the samples that the scheduler chooses, and sample their next tokens.
+        """Run one forward of the samples that the scheduler chooses, and choose their next tokens.
 
-        Where it raises, the running samples start over: pages were allocated for tokens that were
-        not computed.
+        Where that fails, the running samples start over: pages were allocated for tokens that were
+        not computed. Samples of two steps in a row that failed end with the error. Ranks that share
+        a model cannot go on without the one that failed, so there the error is raised.
         """
         self._require_current()
         if self.cache.elastic is not None:
             with self._own_discards():
                 self.cache.elastic.fit(self.scheduler.wanted_tokens, self._compact)
+        step = None
         try:
-            self._run(self.scheduler.schedule())
-        except BaseException:
+            step = self.scheduler.schedule()
+            self._collect(self._launch(step))
+        except BaseException as error:
             self.scheduler.preempt_all()
-            raise
+            if step is None or not isinstance(error, Exception) or self._ranks.size > 1:
+                raise
+            self._blame(step.samples, error)
+        else:
+            self._suspects = frozenset()
+
+    def _blame(self, samples: Sequence[Sample], error: Exception) -> None:
+        """End the samples of a failed step that were in the failed step before it, too."""
+        guilty = [sample for sample in samples if sample in self._suspects]
+        self._suspects = frozenset(samples)
+        text = "a step of samples %s failed, and %d of them end: %s: %s"
+        _log.warning(text, names_of(samples), len(guilty), type(error).__name__, error)
+        for sample in guilty:
+            sample.error = error
+        self.scheduler.abort(guilty, "error")
 
     def _compact(self, pages: int) -> bool:
         """Move all pages in use to the first `pages` pages; return whether that was possible."""
         arriving = any(sample.remote for sample in self.scheduler.running)
         return not arriving and self.prefixes.compact(pages)
 
-    def _run(self, step: Step) -> None:
+    def _launch(self, step: Step) -> Launched | None:
+        """Start a step's forward and the choice of its next tokens; None if nothing is to do."""
         logits = self.runner.forward(step)
         routing = None
         if self.runner.recorder is not None:
             routing = self.runner.recorder.take(step.tokens)
             step.record(routing.experts)
         self.scheduler.computed(step)
-        samples = list(step.decode)
-        rows = list(range(len(samples)))
+        members = list(enumerate(step.decode))
         last = (chunk for chunk in step.chunks if chunk.last)
-        for row, chunk in enumerate(last, start=len(samples)):
-            family = self._prefilled(chunk.sample)
-            samples += family
-            rows += [row] * len(family)
-        members = list(zip(rows, samples, strict=True))
-        self._branch(logits, [(row, sample) for row, sample in members if sample.beams is not None])
+        for row, chunk in enumerate(last, start=len(members)):
+            members += [(row, sample) for sample in self._prefilled(chunk.sample)]
         plain = [(row, sample) for row, sample in members if sample.beams is None]
-        if plain:
-            rows, samples = [row for row, _ in plain], [sample for _, sample in plain]
-            tokens, logprobs = self.runner.sample(logits, rows, samples)
-            for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
-                self.scheduler.append(sample, token, logprob, self.store.last_version)
-        if routing is not None:
-            routing.arrive(waited=bool(samples))
+        samples = [sample for _, sample in plain]
+        sent = self.runner.sample(logits, [row for row, _ in plain], samples) if plain else None
+        branches = [(row, sample) for row, sample in members if sample.beams is not None]
+        return Launched(samples, sent, logits, branches, routing)
+
+    def _collect(self, launched: Launched | None) -> None:
+        """Wait for the tokens of a launched step, and add them to its samples."""
+        if launched is None:
+            return
+        if launched.branches:
+            self._branch(launched.logits, launched.branches)
+        if launched.sent is not None:
+            version = self.store.last_version
+            drawn = zip(launched.samples, *launched.sent.lists(), strict=True)
+            for sample, token, logprob in drawn:
+                self.scheduler.append(sample, token, logprob, version)
+        if launched.routing is not None:
+            launched.routing.arrive(waited=launched.sent is not None)
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
         """Advance every beam search by one token. All branches of a search are in the same step."""
         searches = (branch.beams for _, branch in members)
         groups = list(dict.fromkeys(search for search in searches if search is not None))
-        if not groups:
-            return
         count = max(group.search.num_candidates for group in groups)
         ranked = self.runner.candidates(logits, [row for row, _ in members], count)
         candidates = {branch: row for (_, branch), row in zip(members, ranked, strict=True)}
@@ -625,7 +632,23 @@ class Engine(EngineBase):
         self._require_idle("alias weights", "alias them when generate has returned")
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
 
+    def forget_prefixes(self) -> None:
+        """Let no later request use the prefixes that are cached now."""
+        self.prefixes.new_weights()
+
     # ---------------------------------------------------------------- reports and checks
+
+    def digest(self) -> int:
+        """Read the weights in memory.
+
+        Returns:
+            The digest of all parameters.
+
+        Raises:
+            StateError: The weights sleep.
+        """
+        require_active(self.saver, WEIGHTS, "read the weights")
+        return self.store.digest()
 
     def product_report(self) -> str:
         """Return what was measured at the start of an exact engine.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -19,12 +19,6 @@ from rollout.weights.messages import (
     WeightOffer,
     WriteReceipt,
 )
-
-Progress = Callable[[int, int, int], None]
-"""Callback after every step: (finished samples, total samples, generated tokens).
-
-A beam search counts as beam_width samples. When it is preempted, its tokens count from 0 again.
-"""
 
 
 class UpdatableEngine(Protocol):

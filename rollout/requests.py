@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvcache.config import check_counts, check_option
 
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-FinishReason = Literal["stop", "length", "abort"]
+Progress = Callable[[int, int, int], None]
+"""Callback after every step: (finished samples, all samples, generated tokens).
+
+A beam search counts when it has ended.
+"""
+FinishReason = Literal["stop", "length", "abort", "error"]
 COLDEST = 1e-6
 """Lowest temperature above 0. Below it, logits / temperature could overflow fp32.
 
@@ -107,7 +112,7 @@ class Completion:
         token_ids: The generated tokens.
         logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p. Greedy
             sampling counts as temperature 1.
-        finish_reason: "stop" after an end token, "length" after `max_tokens`, or "abort".
+        finish_reason: "stop" after an end token, "length" after `max_tokens`, "abort", or "error".
         weight_versions: The version of the weights that generated each token.
         score: The rank value of a beam search's answer; None without beam search.
         routed_experts: With `EngineConfig.return_routed_experts` and without beam search, uint8 or
@@ -124,3 +129,74 @@ class Completion:
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)
+
+    @classmethod
+    def joined(cls, outputs: Sequence[Output]) -> Completion:
+        """Return the sample of which these are all outputs."""
+        last = outputs[-1]
+        assert last.finish_reason is not None
+        return cls(
+            token_ids=[token for output in outputs for token in output.token_ids],
+            logprobs=[logprob for output in outputs for logprob in output.logprobs],
+            finish_reason=last.finish_reason,
+            weight_versions=[version for output in outputs for version in output.weight_versions],
+            score=last.score,
+            routed_experts=last.routed_experts,
+        )
+
+
+class Output(NamedTuple):
+    """What `step` tells of one sample: each token is in one output, in order.
+
+    A request that was submitted with `stream=False` has one output for each sample, at its end, as
+    has a beam search.
+
+    Attributes:
+        id: Number of the request, as `submit` returned it.
+        sample: Number of the sample in its request.
+        token_ids: Generated tokens since the last output, including the end token.
+        logprobs: Their log-probabilities, see `Completion`.
+        weight_versions: The version of the weights that generated each of them.
+        finish_reason: None until the sample's last output.
+        error: Why the request ended with "error"; None otherwise.
+        score: See `Completion`.
+        routed_experts: In the last output, those of the whole sample; see `Completion`.
+    """
+
+    id: int
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason | None
+    error: Exception | None = None
+    score: float | None = None
+    routed_experts: NDArray[Any] | None = None
+
+
+def for_each(
+    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[SamplingParams]:
+    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts.
+
+    Raises:
+        ValueError: The prompts are no sequence of sequences, or the numbers differ.
+    """
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sized):
+            raise not_token_ids(f"prompt {i}")
+    expanded = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(expanded) != len(prompts):
+        raise ValueError(
+            f"{len(prompts)} prompts but {len(expanded)} SamplingParams; pass one, or one per "
+            f"prompt"
+        )
+    return expanded
+
+
+def not_token_ids(name: str) -> ValueError:
+    """Return the error of a prompt that is no sequence of integers."""
+    return ValueError(
+        f"{name} must be a sequence of token ids (integers); encode text first, and pass a list of "
+        f"such sequences even for one prompt"
+    )

@@ -14,9 +14,8 @@ from kvcache.ops import Writers, scatter_staged
 from kvcache.staging import StagingAllocator, head_writers
 from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
 from rollout.disagg.transport import Transport
-from rollout.engine import Engine
+from rollout.engine import Engine, Launched
 from rollout.errors import PeerLostError
-from rollout.requests import SamplingParams
 from rollout.serving.samples import Chunk, Sample, Step
 
 _WAIT_SECONDS = 0.05  # wait for messages when there is nothing to decode
@@ -265,12 +264,10 @@ class DecodeEngine(Engine):
         lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
         return "; ".join(filter(None, (super().unavailable_reason(), lost))) or None
 
-    def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        samples = super()._submit(prompt, params)
+    def _mark(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             # beam search needs the logits of the prompt in this process
             sample.remote = self._remote and sample.beams is None
-        return samples
 
     def _step(self) -> None:
         self._require_current()  # before transfers are written into the pages
@@ -278,12 +275,11 @@ class DecodeEngine(Engine):
             self._receive()
         super()._step()
 
-    def _run(self, step: Step) -> None:
+    def _launch(self, step: Step) -> Launched | None:
         for chunk in step.arriving:
             self.inbox.ask(chunk)
         self._idle = not step.decode and not step.chunks
-        if not self._idle:
-            super()._run(step)
+        return None if self._idle else super()._launch(step)
 
     # ---------------------------------------------------------------- arrivals
 

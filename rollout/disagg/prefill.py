@@ -15,10 +15,10 @@ from memsaver import StateError
 from memsaver.content_watch import lost_by_others
 from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
 from rollout.disagg.transport import Transport
-from rollout.engine import Engine
+from rollout.engine import Engine, Launched
 from rollout.errors import PeerLostError
 from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.samples import Sample, Step
+from rollout.serving.samples import Sample
 from rollout.tag_names import KV_CACHE
 
 _WAIT_SECONDS = 0.05  # wait for messages when there is nothing to compute
@@ -280,8 +280,9 @@ class PrefillEngine(Engine):
         self._computed.append((parcel, family))
         return family
 
-    def _run(self, step: Step) -> None:
-        super()._run(step)
+    def _collect(self, launched: Launched | None) -> None:
+        super()._collect(launched)
+        self.scheduler.take_news()  # parcels tell
         for parcel, family in self._computed:
             parcel.first = First(
                 tokens=tuple(sample.output[0] for sample in family),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,9 +28,6 @@ from rollout.hosted.load_recorder import (
 )
 from rollout.model.loading import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
-from rollout.protocols import Progress
-from rollout.requests import Completion, SamplingParams
-from rollout.serving import for_each
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import WeightPages
@@ -38,10 +35,6 @@ from rollout.weights.update import WeightUpdate, require_active
 
 Request = dict[str, Any]
 """Sampling parameters in the engine's own format."""
-Answers = Iterable[tuple[int, Any]]
-"""Pairs of a request's number and the engine's output for it."""
-OnStep = Callable[[Answers], None]
-Prompts = Sequence[Sequence[int]]
 
 
 class HostedEngine(ABC):
@@ -90,74 +83,6 @@ class HostedEngine(ABC):
                     f"with copies, which an update would not change; use unquantized weights, "
                     f"{self.experts_option}='triton' for experts, or engine.kind=native"
                 )
-
-
-class Generating(ABC):
-    """`generate` over an engine that answers requests in its own format.
-
-    The class is mixed into a `HostedRollout`, or into a handle on a rollout in another process.
-    """
-
-    engine: Any
-
-    @abstractmethod
-    def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Return the engine's requests for a prompt; a ValueError names unsupported parameters."""
-
-    def run(self, prompts: Prompts, requests: Sequence[Request], on_step: OnStep) -> None:
-        """Answer one prompt per request, and pass the new answers to `on_step` after every step."""
-        self.engine.run(prompts, requests, on_step)
-
-    @abstractmethod
-    def completions(self, output: Any, version: int) -> list[Completion]:
-        """Return the samples of a request's output."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """Continue every prompt `params.n` times.
-
-        Args:
-            prompts: Token ids.
-            params: Sampling parameters, for all prompts or one per prompt.
-            on_progress: Callback after every step; it counts tokens of finished samples only.
-
-        Returns:
-            The samples, [prompt][sample].
-
-        Raises:
-            StateError: Memory or content is missing, see `unavailable_reason`.
-            ValueError: The engine does not support the parameters.
-            RankError: A rank that shares the model failed or did not answer.
-        """
-        rollout: Any = self
-        if reason := rollout.make_ready():
-            raise StateError(f"cannot generate: {reason}")
-        prompt_params = for_each(prompts, params)
-        numbers: list[int] = []  # of the requests' prompts
-        requests: list[Request] = []
-        for number, (prompt, param) in enumerate(zip(prompts, prompt_params, strict=True)):
-            prompt_requests = self.requests(prompt, param)
-            numbers += [number] * len(prompt_requests)
-            requests += prompt_requests
-        version, total = rollout.weights_version, sum(param.n for param in prompt_params)
-        results: list[list[Completion]] = [[] for _ in requests]
-
-        def collect(answers: Answers) -> None:
-            for number, output in answers:
-                results[number] = self.completions(output, version)
-            if on_progress is not None:
-                done = list(chain.from_iterable(results))
-                on_progress(len(done), total, sum(len(sample.token_ids) for sample in done))
-
-        self.run([prompts[number] for number in numbers], requests, collect)
-        by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        for number, samples in zip(numbers, results, strict=True):
-            by_prompt[number] += samples
-        return by_prompt
 
 
 class HostedRollout(EngineBase):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,13 +13,13 @@ import torch
 
 from memsaver import StateError
 from rollout.engine_base import PeerSaver
-from rollout.hosted.base import Generating, HostedRollout, Request
-from rollout.hosted.sglang_process import SglangEngine
+from rollout.hosted.base import HostedRollout, Request
+from rollout.hosted.sglang_process import Answers, SglangEngine
 from rollout.model.hub import resolve_model
 from rollout.model.loading import longest_context
 from rollout.model.model_folder import load_hf_config, token_ids
 from rollout.protocols import ShardedEngine
-from rollout.requests import Completion, SamplingParams
+from rollout.requests import Completion, Progress, SamplingParams, for_each
 
 _OF_A_SHARD = {
     "weight_layout",
@@ -33,7 +34,7 @@ _OF_A_SHARD = {
 """Methods of `HostedRollout` with a different result on each scheduler."""
 
 
-class SglangRollout(Generating, ShardedEngine):
+class SglangRollout(ShardedEngine):
     """A `Rollout` over SGLang's engine, whose schedulers run in other processes.
 
     Trainer and cycle use it like an `Engine`; `docs/how-to/sglang.md` lists its limits. All methods
@@ -140,16 +141,70 @@ class SglangRollout(Generating, ShardedEngine):
 
     # ---------------------------------------------------------------- generate
 
-    def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+    def submit(self, *_: Any, **__: Any) -> int:
+        """Raise a StateError: the schedulers, in their processes, run the steps.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "SGLang steps in its own processes and answers whole calls; use generate, or "
+            "engine.kind=native or vllm"
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Continue every prompt `params.n` times.
+
+        Args:
+            prompts: Token ids.
+            params: Sampling parameters, for all prompts or one per prompt.
+            on_progress: Callback after every step; it counts tokens of finished samples only.
+
+        Returns:
+            The samples, [prompt][sample].
+
+        Raises:
+            StateError: Memory or content is missing, see `unavailable_reason`.
+            ValueError: The engine does not support the parameters.
+            RankError: A rank that shares the model failed or did not answer.
+        """
+        if reason := self.make_ready():
+            raise StateError(f"cannot generate: {reason}")
+        each = for_each(prompts, params)
+        numbers: list[int] = []  # of the requests' prompts
+        requests: list[Request] = []
+        for number, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+            prompt_requests = self._requests(prompt, param)
+            numbers += [number] * len(prompt_requests)
+            requests += prompt_requests
+        version, total = self.weights_version, sum(param.n for param in each)
+        results: list[list[Completion]] = [[] for _ in requests]
+
+        def collect(answers: Answers) -> None:
+            for number, output in answers:
+                results[number] = [completion(sample, version) for sample in output]
+            if on_progress is not None:
+                done = list(chain.from_iterable(results))
+                on_progress(len(done), total, sum(len(sample.token_ids) for sample in done))
+
+        self.engine.run([prompts[number] for number in numbers], requests, collect)
+        by_prompt: list[list[Completion]] = [[] for _ in prompts]
+        for number, samples in zip(numbers, results, strict=True):
+            by_prompt[number] += samples
+        return by_prompt
+
+    def _requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
         if len(prompt) + params.max_tokens > self._longest:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
                 f"SGLang's {self._longest}; build it with a larger max_context_len or kv_tokens"
             )
         return sglang_params(params, self._stops, self.engine.seeded)
-
-    def completions(self, output: Any, version: int) -> list[Completion]:
-        return [completion(sample, version) for sample in output]
 
     # ---------------------------------------------------------------- in the schedulers
 

@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -29,11 +29,15 @@ from memsaver import MemorySaver, StateError
 from memsaver.compat import require
 from rollout import channel
 from rollout.actor_base import ActorBase
-from rollout.hosted.base import HostedEngine, HostedRollout, OnStep, Prompts, Request
+from rollout.hosted.base import HostedEngine, HostedRollout, Request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
 _NEVER = 1 << 30  # tokens: an answer is streamed only at its beginning and at its end
 Outputs = asyncio.Future[list[dict[str, Any]]]
+Answers = Iterable[tuple[int, Any]]
+"""Pairs of a request's number and the outputs of its samples."""
+OnStep = Callable[[Answers], None]
+Prompts = Sequence[Sequence[int]]
 _IO = "sglang.srt.managers.io_struct"
 ANSWER = "answer_memsaver"
 _SCHEDULER = "sglang.srt.managers.scheduler"

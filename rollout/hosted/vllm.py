@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -13,15 +14,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rollout.hosted.base import Answers, Generating, HostedRollout, OnStep, Prompts, Request
+from memsaver import StateError
+from rollout.hosted.base import HostedRollout, Request
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model.hub import resolve_model
 from rollout.model.model_folder import token_ids
 from rollout.parallel import TensorParallel
-from rollout.requests import Completion, SamplingParams
+from rollout.requests import Output, SamplingParams, not_token_ids
+from rollout.stepping import SteppedEngine
 
 
-class VllmRollout(HostedRollout, Generating):
+class VllmRollout(HostedRollout, SteppedEngine):
     """A `Rollout` over vLLM's engine in this process.
 
     Trainer and cycle use it like an `Engine`; `docs/how-to/vllm.md` lists its limits. It is not
@@ -42,7 +45,11 @@ class VllmRollout(HostedRollout, Generating):
         super().__init__(engine, path)
         self.engine = engine
         self._stops = token_ids(path).ends
+        self._ids = itertools.count()
+        self._open: dict[int, set[int]] = {}  # samples that have not ended, by request
+        self._aborted: list[Output] = []  # ends that are not told yet
         self._seeds = random.Random(seed)
+        self._new: list[str] = []  # descriptions of the requests that ranks have not compared
 
     @classmethod
     def from_pretrained(
@@ -117,50 +124,88 @@ class VllmRollout(HostedRollout, Generating):
             rollout.store.define(0)
         return rollout
 
-    # ---------------------------------------------------------------- generate
+    # ---------------------------------------------------------------- requests and steps
 
-    def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
-        return [vllm_params(params, self._stops)]
+    @property
+    def unfinished(self) -> list[int]:
+        """Return the numbers of the requests whose last outputs `step` has not returned."""
+        return list(self._open)
 
-    def completions(self, output: Any, version: int) -> list[Completion]:
-        return [
-            Completion(
-                token_ids=list(sample.token_ids),
-                logprobs=list(sample.logprobs.logprobs),
-                finish_reason=sample.finish_reason,
-                weight_versions=[version] * len(sample.token_ids),
-            )
-            for sample in sorted(output.outputs, key=lambda sample: sample.index)
-        ]
+    def _require_ready(self) -> None:
+        if reason := self.make_ready():
+            raise StateError(f"cannot generate: {reason}")
 
-    def run(self, prompts: Prompts, requests: Sequence[Request], on_step: OnStep) -> None:
-        def checked(answers: Answers) -> None:
-            on_step(answers)
+    def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not isinstance(prompt, Sized):
+            raise not_token_ids(name)
+        vllm_params(params, self._stops)
+
+    def _enqueue(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
+        id, fields = next(self._ids), vllm_params(params, self._stops)
+        self.engine.add(id, prompt, fields, stream)
+        self._open[id] = set(range(params.n))
+        if self._ranks.size > 1:
+            self._new.append(repr((list(prompt), fields, stream)))
+        return id
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        """End requests. vLLM does not tell the tokens of those that are not streamed."""
+        self.engine.abort(ids)
+        for id in ids:
+            ended = [Output(id, index, [], [], [], "abort") for index in self._open.pop(id, ())]
+            self._aborted += ended
+
+    def _abandon(self, ids: Sequence[int], error: BaseException) -> None:
+        if not isinstance(error, ValueError):  # which refuses a request on all ranks
+            self._ranks.fail(error)
+        self._new.clear()
+        self.engine.abort(ids)
+        for id in ids:
+            self._open.pop(id, None)
+
+    def _advance(self) -> list[Output]:
+        if self._aborted or not self._open:
+            aborted, self._aborted = self._aborted, []
+            return aborted
+        self._require_ready()
+        if self._new:
+            new, self._new = repr(self._new), []
+            self._ranks.check_same("the request", sha256(new.encode()).hexdigest())
+        try:
+            with self._in_step():
+                results = self.engine.step()
             self._require_undisturbed()
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
+        outputs = [output for result in results for output in self._told(result)]
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._open[output.id].discard(output.sample)
+                if not self._open[output.id]:
+                    del self._open[output.id]
+        return outputs
 
-        with self._in_step((list(map(list, prompts)), requests)):
-            self.engine.run(prompts, requests, checked)
+    def _told(self, result: Any) -> Iterator[Output]:
+        """Yield what vLLM's output tells of each sample of a request."""
+        for sample in sorted(result.outputs, key=lambda sample: sample.index):
+            tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
+            versions = [self.weights_version] * len(tokens)
+            id, reason = int(result.request_id), sample.finish_reason
+            yield Output(id, sample.index, tokens, logprobs, versions, reason)
 
     @contextmanager
-    def _in_step(self, request: object) -> Iterator[None]:
-        """Keep ranks that share an engine identical during a request.
+    def _in_step(self) -> Iterator[None]:
+        """Give ranks that share an engine the same random numbers in a step.
 
         Every rank schedules and samples on its own, and all ranks wait for each other in every
-        layer. So they need the same request and the same random numbers. A rank that fails in the
-        block refuses all further requests.
+        layer.
         """
         if self._ranks.size == 1:
             yield
             return
-        seed = self._seeds.getrandbits(63)
-        digest = sha256(repr((request, seed)).encode()).hexdigest()
-        self._ranks.check_same("the request", digest)
-        try:
-            with drawn_from(seed, self.saver.device):
-                yield
-        except BaseException as error:
-            self._ranks.fail(error)
-            raise
+        with drawn_from(self._seeds.getrandbits(63), self.saver.device):
+            yield
 
     def close(self) -> None:
         """End vLLM's engine, and release all memory."""

@@ -21,7 +21,7 @@ from torch import nn
 import memsaver.compat
 from memsaver import StateError
 from memsaver.compat import IN_PROCESS, require
-from rollout.hosted.base import HostedEngine, OnStep, Prompts, Request
+from rollout.hosted.base import HostedEngine, Request
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
@@ -119,26 +119,21 @@ class VllmEngine(VllmWorker):
         if not self.llm.reset_prefix_cache():
             raise StateError("vLLM's requests use keys of the present weights; let them finish")
 
-    def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
-        """Answer the prompts. After an error, no request is left in the engine.
+    def add(self, id: int, prompt: Sequence[int], fields: Request, stream: bool) -> None:
+        """Queue a request; `fields` are those of `vllm.SamplingParams`."""
+        kinds = importlib.import_module("vllm.sampling_params").RequestOutputKind
+        kind = kinds.DELTA if stream else kinds.FINAL_ONLY
+        sampling = self.vllm.SamplingParams(output_kind=kind, detokenize=False, **fields)
+        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        self.llm.llm_engine.add_request(str(id), tokens, sampling)
 
-        `params` has fields of `vllm.SamplingParams`, one dict per prompt. `on_step` receives
-        (number, `RequestOutput`) of the prompts that ended in a step.
-        """
-        engine = self.llm.llm_engine
-        final = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
-        names = [str(number) for number in range(len(prompts))]
-        try:
-            for name, prompt, fields in zip(names, prompts, params, strict=True):
-                sampling = self.vllm.SamplingParams(output_kind=final, detokenize=False, **fields)
-                tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-                engine.add_request(name, tokens, sampling)
-            while engine.has_unfinished_requests():
-                ended = [output for output in engine.step() if output.finished]
-                on_step([(int(output.request_id), output) for output in ended])
-        except BaseException:
-            engine.abort_request(names)
-            raise
+    def step(self) -> list[Any]:
+        """Run one step; return vLLM's `RequestOutput`s."""
+        return self.llm.llm_engine.step()
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """End requests, of which vLLM tells nothing more."""
+        self.llm.llm_engine.abort_request(list(map(str, ids)))
 
     def close(self) -> None:
         """End the engine, and release its memory."""

@@ -11,6 +11,7 @@ summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -204,8 +205,22 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[
     return tokens, logprobs
 
 
-def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors in host memory, after synchronizing with the current stream.
+class Sent(NamedTuple):
+    """Tokens and log-probabilities on their way to host memory, int64 and fp32 of one shape."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    stream: torch.cuda.Stream | None = None  # of the copy; None: they have arrived
+
+    def lists(self) -> tuple[list[Any], list[Any]]:
+        """Wait for the copy; return both as nested lists."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        return self.tokens.tolist(), self.logprobs.tolist()
+
+
+def to_host(tokens: Tensor, logprobs: Tensor) -> Sent:
+    """Start to copy both tensors to host memory, on the current stream.
 
     A kernel writes GPU tensors to pinned memory. A copy of a few bytes would wait behind transfers
     of other streams to the host, and a copy to pageable memory would block other threads' driver
@@ -213,7 +228,7 @@ def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     of the same shape.
     """
     if tokens.device.type != "cuda":
-        return tokens, logprobs
+        return Sent(tokens, logprobs)
     host_tokens = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
     host_logprobs = torch.empty(tokens.shape, dtype=torch.float32, pin_memory=True)
     count = tokens.numel()
@@ -221,8 +236,7 @@ def to_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         _deliver[(triton.cdiv(count, _DELIVERED),)](
             tokens, logprobs, host_tokens, host_logprobs, count, BLOCK=_DELIVERED
         )
-        torch.cuda.current_stream().synchronize()
-    return host_tokens, host_logprobs
+        return Sent(host_tokens, host_logprobs, torch.cuda.current_stream())
 
 
 def send(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import MLP, Decoder, Experts, ModelConfig
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
 from rollout.ops.row_wise import linear, row_invariant_products
-from rollout.ops.token_sampling import SamplingBatch, likeliest, sample, send, to_host
+from rollout.ops.token_sampling import SamplingBatch, Sent, likeliest, sample, send, to_host
 from rollout.ops.torch_attention import BatchShape, plan_torch
 from rollout.ops.triton_attention import plan_decode, plan_triton
 from rollout.parallel import TensorParallel
@@ -154,10 +154,8 @@ class ModelRunner:
         return replace(batch, sliding=sliding)
 
     @torch.inference_mode()
-    def sample(
-        self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
-    ) -> tuple[list[int], list[float]]:
-        """Draw the next token of each sample; return the tokens and their log-probs.
+    def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Sent:
+        """Start to draw the next token of each sample, with its log-probability.
 
         `logits` are the result of `forward`, and `rows` has each sample's row of them. Several
         samples may use the same row.
@@ -170,8 +168,7 @@ class ModelRunner:
             device=self.device,
         )
         chosen = self._chosen(logits, rows)
-        tokens, logprobs = to_host(*sample(chosen, batch, choices=self.config.choices))
-        return tokens.tolist(), logprobs.tolist()
+        return to_host(*sample(chosen, batch, choices=self.config.choices))
 
     @torch.inference_mode()
     def candidates(
@@ -179,8 +176,7 @@ class ModelRunner:
     ) -> list[list[tuple[int, float]]]:
         """Return the `count` likeliest (token, log-prob) pairs of each of `rows`, best first."""
         best = likeliest(self._chosen(logits, rows), count, self.config.choices)
-        tokens, logprobs = to_host(*best)
-        chosen = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        chosen = zip(*to_host(*best).lists(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in chosen]
 
     def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:

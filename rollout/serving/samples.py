@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache import ReqHandle
 from kvcache.tiers import HostTransfer
-from rollout.requests import Completion, FinishReason, SamplingParams
+from rollout.requests import FinishReason, Output, SamplingParams
 from rollout.serving.beam import BeamSearch
 from rollout.serving.prefix import Swapped
 
@@ -67,8 +67,10 @@ class Sample:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights that generated the output
+    stream: bool = False  # whether tokens are told before the sample's end
+    told: int = 0  # number of tokens that `news` has returned
     finish_reason: FinishReason | None = None  # None while the sample is unfinished
-    broken: bool = False  # whether a log-probability was not finite, which ended the sample
+    error: Exception | None = None  # why the sample ended with "error"; None: a log-prob is NaN
     handle: ReqHandle | None = None  # the running sequence; None while the sample waits
     computed: int = 0  # number of leading tokens whose keys and values are cached
     prefill_len: int = 0  # number of tokens to compute in chunks before decode starts
@@ -103,16 +105,21 @@ class Sample:
         """Return the computed tokens that may be cached; of a beam search only the prompt."""
         return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
 
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
+    def news(self, error: Exception | None = None) -> Output:
+        """Return the tokens since the last call, and at the end why it ended."""
+        first, self.told = self.told, len(self.output)
+        ended = self.finish_reason is not None
         whole = self.routing.end == self.length - 1  # false if the prefill was aborted
-        return Completion(
-            token_ids=self.output,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
-            weight_versions=self.versions,
-            score=self.score,
-            routed_experts=self.routing.joined() if whole else None,
+        return Output(
+            self.request,
+            self.index,
+            self.output[first:],
+            self.logprobs[first:],
+            self.versions[first:],
+            self.finish_reason,
+            error,
+            self.score,
+            self.routing.joined() if ended and whole else None,
         )
 
 
@@ -183,6 +190,10 @@ class Step:
     chunks: list[Chunk]
     loads: tuple[HostTransfer, ...] = ()
     arriving: list[Chunk] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [*self.decode, *(chunk.sample for chunk in self.chunks)]
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from kvcache import Ledger, ReqHandle, pages_across
 from memsaver.ops.hash import splitmix64_int
 from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig
-from rollout.requests import FinishReason, SamplingParams
+from rollout.requests import FinishReason, SamplingParams, not_token_ids
 from rollout.serving.beam import Candidates, check_vocabulary
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
@@ -44,6 +44,9 @@ class Scheduler:
         self.max_prefill_tokens = config.max_prefill_tokens
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
+        # Samples that ended, and samples to be told that received tokens, since `take_news`.
+        self.ended: list[Sample] = []
+        self.told: list[Sample] = []
         self.preemptions = 0
         self.stats = EngineStats()
 
@@ -264,6 +267,8 @@ class Scheduler:
         sample.output.append(token)
         sample.logprobs.append(logprob)
         sample.versions.append(version)
+        if sample.stream:
+            self.told.append(sample)
         if not math.isfinite(logprob):
             self._break([sample])
         elif token in sample.stop_ids:
@@ -278,29 +283,38 @@ class Scheduler:
         request may use any prefix that is cached now.
         """
         self.blocks.new_weights()
-        for sample in samples:
-            sample.broken = True
-        self.abort(samples)
+        self.abort(samples, "error")
+
+    def take_news(self) -> tuple[list[Sample], list[Sample]]:
+        """Return the samples that received tokens since the last call, and those that ended.
+
+        The first are only those with `stream`, and may be repeated.
+        """
+        news = self.told, self.ended
+        self.told, self.ended = [], []
+        return news
 
     def preempt_all(self) -> None:
         """Requeue every running sample, oldest first; cached pages stay."""
         while self.running:
             self.preempt(self.running[-1])
 
-    def abort(self, samples: Iterable[Sample]) -> None:
+    def abort(self, samples: Iterable[Sample], reason: FinishReason = "abort") -> None:
         """End unfinished samples with their present answers; continue even if ending one raises."""
         with contextlib.ExitStack() as stack:
             for sample in samples:
-                stack.callback(self._abort, sample)
+                stack.callback(self._abort, sample, reason)
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
 
-    def _abort(self, sample: Sample) -> None:
+    def _abort(self, sample: Sample, reason: FinishReason) -> None:
         if sample.finish_reason is not None:
             return
         if sample.beams is None:
-            self._finish(sample, "abort")
-        else:
-            self._end(sample.beams)
+            self._finish(sample, reason)
+            return
+        self._end(sample.beams)
+        for member in sample.beams.members:
+            member.finish_reason = reason
 
     def _make_room(self, sample: Sample) -> None:
         """Preempt the sample, and swap its pages out if `KVTiers.preemption` is "swap"."""
@@ -325,6 +339,7 @@ class Scheduler:
 
     def _finish(self, sample: Sample, reason: FinishReason) -> None:
         sample.finish_reason = reason
+        self.ended.append(sample)
         if sample.handle is not None:
             self._release(sample)
         if sample.swapped is not None:
@@ -334,6 +349,7 @@ class Scheduler:
     def _end(self, group: BeamGroup) -> None:
         self._release_all(group)
         group.end()
+        self.ended += group.members
 
     def _release_all(self, group: BeamGroup) -> None:
         for member in group.members:
@@ -362,40 +378,13 @@ def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
     ]
 
 
-def for_each(
-    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-) -> list[SamplingParams]:
-    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts.
-
-    Raises:
-        ValueError: The prompts are no sequence of sequences, or the numbers differ.
-    """
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sized):
-            raise _no_prompt(f"prompt {i}")
-    expanded = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(expanded) != len(prompts):
-        raise ValueError(
-            f"{len(prompts)} prompts but {len(expanded)} SamplingParams; pass one, or one per "
-            f"prompt"
-        )
-    return expanded
-
-
 def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
     """Return the prompt as an array of integers, or raise a ValueError that calls it `name`."""
     with contextlib.suppress(ValueError):  # raised for nested sequences of different lengths
         ids = np.asarray(prompt)
         if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
             return ids
-    raise _no_prompt(name)
-
-
-def _no_prompt(name: str) -> ValueError:
-    return ValueError(
-        f"{name} must be a sequence of token ids (integers); encode text first, and pass a list of "
-        f"such sequences even for one prompt"
-    )
+    raise not_token_ids(name)
 
 
 class Intake:

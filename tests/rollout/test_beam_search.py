@@ -157,19 +157,19 @@ def test_search_restarts_after_sleep_and_returns_partial_beams_after_abort(path:
     engine, (prompt,) = make(path), random_prompts((20,))
     before = ids(generate(engine, [prompt], beams(4)))
 
-    def nap(done: int, total: int, generated: int) -> None:
-        if generated == 12:  # the third token of four branches
-            naps.append(generated)
-            if len(naps) == 1:
-                engine.sleep(unfinished="preempt")
-                engine.wake_up()
+    lengths: list[int] = []
 
-    naps: list[int] = []
+    def nap(*_: int) -> None:
+        lengths.append(len(engine.scheduler.unfinished[0].output) if engine.unfinished else 0)
+        if len(lengths) == 3:
+            engine.sleep(unfinished="preempt")
+            engine.wake_up()
+
     assert ids(engine.generate([prompt], beams(4), on_progress=nap)) == before
-    assert naps == [12, 12]  # the same step again after the search has restarted
+    assert lengths[:7] == [1, 2, 3, 1, 2, 3, 4]  # it started again
 
-    def end(done: int, total: int, generated: int) -> None:
-        if generated == 12:
+    def end(*_: int) -> None:
+        if engine.unfinished and len(engine.scheduler.unfinished[0].output) == 3:
             engine.sleep(unfinished="abort")
             engine.wake_up()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import Arrival, Engine, SamplingParams, StreamingEngine
+from rollout import Completion, Engine, SamplingParams
 from tests.helpers.case_selection import pairwise
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
@@ -67,24 +67,28 @@ def test_overflow_of_finite_weights_names_the_dtype(path: str) -> None:
         engine.generate(PROMPTS, KINDS[0])
 
 
-def test_broken_request_ends_alone_between_streamed_ones(
+def test_broken_request_ends_alone_between_others(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = StreamingEngine.from_pretrained(path, kv_tokens=512)
-    first, second = (
-        Arrival(key=k, prompt=p, params=KINDS[1]) for k, p in zip("ab", PROMPTS, strict=True)
-    )
+    engine = Engine.from_pretrained(path, kv_tokens=512)
     (alone,) = engine.generate([PROMPTS[1]], KINDS[1])
     usual = engine.runner.sample
 
     def sample(logits: torch.Tensor, rows: Any, samples: Any) -> Any:
-        tokens, logprobs = usual(logits, rows, samples)
-        bad = [s.prompt == PROMPTS[0] and s.index == 1 for s in samples]
-        return tokens, [math.nan if b else value for b, value in zip(bad, logprobs, strict=True)]
+        sent = usual(logits, rows, samples)
+        sent = sent._replace(logprobs=sent.logprobs.clone())
+        for row, sample in enumerate(samples):
+            if sample.prompt == PROMPTS[0] and sample.index == 1:
+                sent.logprobs[row] = math.nan
+        return sent
 
     monkeypatch.setattr(engine.runner, "sample", sample)
-    ended = engine.advance([first, second])
-    while engine.scheduler.unfinished:
-        ended |= engine.advance()
-    assert isinstance(ended["a"], FloatingPointError) and ended["b"] == alone
+    first, second = (engine.submit(prompt, KINDS[1], stream=False) for prompt in PROMPTS[:2])
+    outputs = []
+    while engine.unfinished:
+        outputs += engine.step()
+    ends = {(output.id, output.sample): output for output in outputs}
+    assert {ends[first, i].finish_reason for i in range(KINDS[1].n)} == {"error", "abort"}
+    assert isinstance(ends[first, 1].error, FloatingPointError) and ends[first, 0].error is None
+    assert [Completion.joined([ends[second, i]]) for i in range(KINDS[1].n)] == alone
     engine.check_integrity()

@@ -127,10 +127,13 @@ def draw(rank: int, path: str) -> list[Any]:
     rollout, drawn = VllmRollout(engine, path, seed=3), list[Any]()  # type: ignore[arg-type]
     rollout.store.define(1)
 
-    def run(prompts: Any, params: Any, on_step: Any) -> None:
-        drawn.append((torch.rand(1).item(), int(np.random.randint(1 << 30))))
+    usual = engine.step
 
-    engine.run = run  # type: ignore[method-assign]
+    def step() -> list[Any]:
+        drawn.append((torch.rand(1).item(), int(np.random.randint(1 << 30))))
+        return usual()
+
+    engine.step = step  # type: ignore[method-assign]
     torch.manual_seed(rank)
     np.random.seed(rank)
     rollout.generate([[1, 2]], ONE_TOKEN)
@@ -157,11 +160,14 @@ def fail(rank: int, path: str) -> str:
     rollout = VllmRollout(engine, path)  # type: ignore[arg-type]
     rollout.store.define(1)
 
-    def run(prompts: Any, params: Any, on_step: Any) -> None:
+    usual = engine.step
+
+    def step() -> list[Any]:
         if rank:
             raise RuntimeError("out of blocks")
+        return usual()
 
-    engine.run = run  # type: ignore[method-assign]
+    engine.step = step  # type: ignore[method-assign]
     if rank:
         with pytest.raises(RuntimeError, match="out of blocks"):
             rollout.generate([[1]], ONE_TOKEN)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import Arrival, Engine, SamplingParams, StreamingEngine
+from rollout import Engine, SamplingParams
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
@@ -72,16 +72,16 @@ def ambient() -> tuple[object, ...]:
 def engine_session(do: Do, path: str, dtype: torch.dtype) -> list[Any]:
     """Build, generate, sleep, load and stream, each call by `do`; return all answers."""
     results = []
-    kind: Any = StreamingEngine
-    engine: StreamingEngine = do(lambda: kind.from_pretrained(path, kv_tokens=512, dtype=dtype))
+    engine: Engine = do(lambda: Engine.from_pretrained(path, kv_tokens=512, dtype=dtype))
     for params in ASKED:
         results.append(do(lambda params=params: engine.generate(PROMPTS, params)))  # type: ignore[misc]
         do(lambda: engine.sleep(1))
         do(engine.wake_up)
         do(lambda: engine.load(path))
         results.append(engine.generate(PROMPTS, params))
-    arrival = Arrival(key="a", prompt=PROMPTS[1], params=ASKED[1])
-    results.append(do(lambda: engine.advance([arrival], steps=99)))
+    do(lambda: engine.submit(PROMPTS[1], ASKED[1]))
+    while engine.unfinished:
+        results.append(do(engine.step))
     engine.check_integrity()
     return results
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase
 from rollout.process_group import Ports, RankAddress, join_apart, leave
-from rollout.requests import Completion, SamplingParams
-from rollout.serving import for_each
+from rollout.requests import Completion, SamplingParams, for_each
 from rollout.tag_names import TAGS
 from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig

@@ -1,9 +1,10 @@
-"""A model with vLLM's parameter layout and loaders, and an engine that cannot generate."""
+"""A model with vLLM's parameter layout and loaders, and an engine without a forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -191,6 +192,27 @@ class FusedEngine:
         self.tables = self.saver.empty((16,), torch.uint8, tag=KV_CACHE)
         self.refill_kv_state()
         self.resets = 0
+        self._queued: dict[int, int] = {}  # samples by request
+
+    def add(self, id: int, prompt: Sequence[int], fields: dict[str, Any], stream: bool) -> None:
+        self._queued[id] = fields["n"]
+
+    def step(self) -> list[Any]:
+        """Answer all requests with one token."""
+        fields = {"token_ids": [1], "logprobs": SimpleNamespace(logprobs=[0.0])}
+        fields["finish_reason"] = "length"
+        queued, self._queued = self._queued, {}
+        return [
+            SimpleNamespace(
+                request_id=str(id),
+                outputs=[SimpleNamespace(index=index, **fields) for index in range(samples)],
+            )
+            for id, samples in queued.items()
+        ]
+
+    def abort(self, ids: Sequence[int]) -> None:
+        for id in ids:
+            self._queued.pop(id, None)
 
     def tags_behind(self, tag: str) -> list[str]:
         return [name for name in self.saver.tags if name == tag]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout import StreamingEngine
+from rollout import Engine
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.rollout.package_names import Wheel
@@ -70,7 +70,7 @@ def test_two_settings_choose_the_engine_and_no_other_is_imported(verl: Verl) -> 
 
 def test_weights_after_a_sync_are_the_trainers(synced: Verl, path: str, tmp_path: Path) -> None:
     trained(synced, path).save_pretrained(tmp_path)
-    engine = StreamingEngine.from_pretrained(tmp_path, **ENGINE)
+    engine = Engine.from_pretrained(tmp_path, **ENGINE)
     assert synced.driver("engine", "digest") == [engine.digest()]
 
 

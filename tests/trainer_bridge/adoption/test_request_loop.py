@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from memsaver import StateError
-from rollout import Completion, EngineConfig, SamplingParams, StreamingEngine, pool_size
+from rollout import Completion, Engine, EngineConfig, SamplingParams, pool_size
 from rollout.model import load_model_config
 from rollout.pool_size import PoolSizeError
 from tests.helpers.models import save_tiny
-from trainer_bridge.adoption.verl.engine_rank import in_verls_words
+from trainer_bridge.adoption.verl.engine_rank import EngineRank, in_verls_words
 from trainer_bridge.adoption.verl.request_loop import RequestLoop
 
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -22,23 +22,26 @@ SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> StreamingEngine:
+def engine(tmp_path: Path) -> Engine:
     save_tiny(tmp_path, "qwen2")
-    return StreamingEngine.from_pretrained(tmp_path, kv_tokens=1024)
+    return Engine.from_pretrained(tmp_path, kv_tokens=1024)
 
 
-def loop_over(engine: StreamingEngine) -> tuple[RequestLoop, list[str]]:
+def loop_over(engine: Engine) -> tuple[RequestLoop, list[str]]:
     """Return a loop, and the list of the methods that it calls."""
     called: list[str] = []
+    unused: Any = None
+    rank = EngineRank(unused, 0)
+    rank.held = engine
 
     def call(method: str, *args: Any, **kwargs: Any) -> list[Any]:
         called.append(method)
-        return [getattr(engine, method)(*args, **kwargs)]
+        return [rank.call(method, *args, **kwargs)]
 
     return RequestLoop(call), called
 
 
-def test_short_requests_overtake_a_long_one(engine: StreamingEngine) -> None:
+def test_short_requests_overtake_a_long_one(engine: Engine) -> None:
     async def run() -> None:
         loop, called = loop_over(engine)
         long = asyncio.ensure_future(loop.answer("long", [5, 6], LONG))
@@ -59,7 +62,7 @@ def test_short_requests_overtake_a_long_one(engine: StreamingEngine) -> None:
     engine.check_integrity()
 
 
-def test_request_whose_caller_left_leaves_the_engine(engine: StreamingEngine) -> None:
+def test_request_whose_caller_left_leaves_the_engine(engine: Engine) -> None:
     async def run() -> None:
         loop, _ = loop_over(engine)
         asked = asyncio.ensure_future(loop.answer("left", [5, 6], LONG))
@@ -73,7 +76,7 @@ def test_request_whose_caller_left_leaves_the_engine(engine: StreamingEngine) ->
 
 @pytest.mark.parametrize("by_caller", [True, False])
 def test_name_of_a_cancelled_request_is_free_before_the_engine_notices(
-    by_caller: bool, engine: StreamingEngine
+    by_caller: bool, engine: Engine
 ) -> None:
     async def run() -> None:
         loop, _ = loop_over(engine)
@@ -95,7 +98,7 @@ def test_name_of_a_cancelled_request_is_free_before_the_engine_notices(
     engine.check_integrity()
 
 
-def test_error_of_the_engine_reaches_every_request(engine: StreamingEngine) -> None:
+def test_error_of_the_engine_reaches_every_request(engine: Engine) -> None:
     async def run() -> None:
         loop, _ = loop_over(engine)
         engine.sleep()

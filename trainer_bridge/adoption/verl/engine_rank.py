@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memsaver import MemorySaver, StateError
-from rollout import StreamingEngine, channel
+from rollout import Completion, Engine, SamplingParams, channel
 from rollout.pool_size import PoolSizeError
 from rollout.process_group import Ports, RankAddress, open_store
 from trainer_bridge.adoption.verl.names import socket_name
@@ -24,6 +24,17 @@ from trainer_bridge.adoption.verl.updated_server import Outcome
 
 _HOST = "127.0.0.1"  # all ranks of a replica run on one machine
 _SECONDS = 600.0
+Ended = dict[str, Completion | Exception]
+"""The sample of each request that has ended, by key, or why it has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A new request for one sample; `key` is unique among the unfinished ones."""
+
+    key: str
+    prompt: Sequence[int]
+    params: SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +66,11 @@ class RankSettings:
 class EngineRank(UpdateSide):
     """One rank of the engine, in its own process; from `build` on, `held` is the engine."""
 
-    held: StreamingEngine
+    held: Engine
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
         self._settings, self._rank = settings, rank
+        self._keys: dict[int, str] = {}  # of the unfinished requests, by the engine's numbers
 
     def meet(self, ports: Ports | None = None) -> tuple[str, int]:
         """Open the group's store on rank 0; return the host and port where other ranks join."""
@@ -76,7 +88,7 @@ class EngineRank(UpdateSide):
         if gpu and options.get("kv_tokens") is None:
             options.setdefault("gpu_share", given.share)
         try:
-            self.held = StreamingEngine.from_pretrained(
+            self.held = Engine.from_pretrained(
                 given.path,
                 device,
                 dtype,
@@ -88,6 +100,42 @@ class EngineRank(UpdateSide):
         except PoolSizeError as error:
             raise in_verls_words(error) from None
         return self.held.max_context_len
+
+    def advance(
+        self, arrivals: Sequence[Arrival] = (), *, cancelled: Collection[str] = (), steps: int = 1
+    ) -> Ended:
+        """Submit and cancel requests, then run at most `steps` steps until a request ends.
+
+        A cancelled request ends with its present answer; an unknown key is ignored. After an error
+        of the engine, no request is left.
+        """
+        ended: Ended = {}
+        for arrival in arrivals:
+            try:
+                id = self.held.submit(arrival.prompt, arrival.params, stream=False)
+            except ValueError as error:
+                ended[arrival.key] = error
+            else:
+                self._keys[id] = arrival.key
+        try:
+            for id in [id for id, key in self._keys.items() if key in cancelled]:
+                self.held.abort(id)
+            for _ in range(steps):
+                if ended or not self._keys:
+                    break
+                for output in self.held.step():
+                    answer = output.error or Completion.joined([output])
+                    ended[self._keys.pop(output.id)] = answer
+        except BaseException:
+            self._drop_all()
+            raise
+        return ended
+
+    def _drop_all(self) -> None:
+        self._keys.clear()
+        for id in self.held.unfinished:
+            self.held.abort(id)
+        self.held.step()  # tells the ends, and runs nothing
 
     def serve_update(self, secret: str) -> Outcome:
         """Serve one weight update by this rank's trainer rank; return `outcome`."""

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from rollout import Arrival, Completion, SamplingParams
+from rollout import Completion, SamplingParams
+from trainer_bridge.adoption.verl.engine_rank import Arrival
 
 STEPS = 4  # of the engine between two looks at new requests
 
@@ -100,11 +101,11 @@ class RequestLoop:
             for key, result in ended.items():
                 self._settle(key, result)
 
-    def _settle(self, key: str, result: list[Completion] | Exception) -> None:
+    def _settle(self, key: str, result: Completion | Exception) -> None:
         future = self._open.pop(key)
         if future.done():  # its caller was cancelled
             return
         if isinstance(result, Exception):
             future.set_exception(result)
         else:
-            future.set_result(result[0])
+            future.set_result(result)
