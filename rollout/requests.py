@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -132,14 +133,21 @@ class Completion:
 
     @classmethod
     def joined(cls, outputs: Sequence[Output]) -> Completion:
-        """Return the sample of which these are all outputs."""
+        """Join the outputs of one sample.
+
+        Args:
+            outputs: All of them, in order.
+
+        Returns:
+            The sample.
+        """
         last = outputs[-1]
         assert last.finish_reason is not None
         return cls(
-            token_ids=[token for output in outputs for token in output.token_ids],
-            logprobs=[logprob for output in outputs for logprob in output.logprobs],
+            token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
+            logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
             finish_reason=last.finish_reason,
-            weight_versions=[version for output in outputs for version in output.weight_versions],
+            weight_versions=list(chain.from_iterable(o.weight_versions for o in outputs)),
             score=last.score,
             routed_experts=last.routed_experts,
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from memsaver import StateError
@@ -155,34 +154,33 @@ class SteppedEngine(SaverSide):
             pairs = list(zip(prompts, for_each(prompts, params), strict=True))
             for number, (prompt, param) in enumerate(pairs):
                 self._check(f"prompt {number}", prompt, param)
-            ids: list[int] = []
+            parts: dict[int, list[list[Output]]] = {}  # outputs of each sample, by request
             try:
-                for pair in pairs:
-                    ids.append(self._enqueue(*pair, on_progress is not None))
-                answers = self._answers(sum(param.n for _, param in pairs), on_progress)
+                for prompt, param in pairs:
+                    id = self._enqueue(prompt, param, on_progress is not None)
+                    parts[id] = [[] for _ in range(param.n)]
+                self._step_until_ended(parts, on_progress)
             except BaseException as error:
-                self._abandon(ids, error)
+                self._abandon(list(parts), error)
                 raise
-        samples = zip(ids, (param.n for _, param in pairs), strict=True)
-        return [[Completion.joined(answers[id, i]) for i in range(n)] for id, n in samples]
+        return [list(map(Completion.joined, samples)) for samples in parts.values()]
 
-    def _answers(
-        self, total: int, on_progress: Progress | None
-    ) -> dict[tuple[int, int], list[Output]]:
-        """Run steps until `total` samples have ended; return the outputs by request and sample."""
-        answers: dict[tuple[int, int], list[Output]] = defaultdict(list)
+    def _step_until_ended(
+        self, parts: Mapping[int, Sequence[list[Output]]], on_progress: Progress | None
+    ) -> None:
+        """Run steps until all samples of the requests have ended; sort their outputs into them."""
+        total = sum(map(len, parts.values()))
         done = tokens = 0
         while done < total:
             for output in self._advance():
                 if output.error is not None:
                     raise output.error
-                answers[output.id, output.sample].append(output)
+                parts[output.id][output.sample].append(output)
                 done += output.finish_reason is not None
                 tokens += len(output.token_ids)
             if on_progress is not None:
                 on_progress(done, total, tokens)
             deliver()
-        return answers
 
     @contextlib.contextmanager
     def _stepping(self, call: str) -> Iterator[None]:

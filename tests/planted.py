@@ -405,10 +405,10 @@ BUGS = [
         "",
     ),
     Bug(
-        "an engine keeps requests whose step failed",
-        "rollout/streaming.py",
-        "rollout/test_streaming.py",
-        "                opened.clear()\n",
+        "an engine keeps requests whose steps failed twice",
+        "rollout/engine.py",
+        "rollout/test_stepping.py",
+        '        self.scheduler.abort(guilty, "error")\n',
         "",
     ),
     Bug(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Collection, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +45,7 @@ class VllmRollout(HostedRollout, SteppedEngine):
         super().__init__(engine, path)
         self.engine = engine
         self._stops = token_ids(path).ends
-        self._ids = itertools.count()
+        self._ids = count()
         self._open: dict[int, set[int]] = {}  # samples that have not ended, by request
         self._aborted: list[Output] = []  # ends that are not told yet
         self._seeds = random.Random(seed)
@@ -178,7 +178,7 @@ class VllmRollout(HostedRollout, SteppedEngine):
         except BaseException as error:
             self._ranks.fail(error)
             raise
-        outputs = [output for result in results for output in self._told(result)]
+        outputs = list(chain.from_iterable(map(self._told, results)))
         for output in outputs:
             if output.finish_reason is not None:
                 self._open[output.id].discard(output.sample)
