@@ -13,8 +13,10 @@ BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/pip install -q --no-compile
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-EVERYTHING := -e '.[cuda,ray,models,data,rewards,optim,trackers,split,plots,dev]'
+EVERYTHING := -e '.[all,optim,trackers,split,dev]'
 OTHERS = --no-deps --upgrade --target $(@D)/others trl verl torchtitan
+CPU_TORCH := torch==2.13.0
+LIMITS := .venv/constraints.txt
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/native/*.[ch])
 
 setup: $(READY)
@@ -23,17 +25,18 @@ setup: $(READY)
 .venv/.run: $(SOURCES)
 	@echo "set-up 1 of 2: torch into .venv (200 MB, once)"
 	$(PY) -m venv .venv
-	$(PIP) torch==2.13.0
+	sed 's/^torch==.*/$(CPU_TORCH)/' constraints.txt > $(LIMITS)
+	$(PIP) $(CPU_TORCH)
 	@echo "set-up 2 of 2: memsaver, its C shim, transformers, matplotlib (about 100 MB, once)"
-	$(PIP) -c constraints.txt -e '.[cuda,models,plots]'
+	$(PIP) -c $(LIMITS) -e '.[cuda,models,plots]'
 	touch $@
 
 # And what tests take.
 $(READY): .venv/.run
 	@echo "set-up: ray, bitsandbytes, pytest, hypothesis, ruff, mypy (about 150 MB, once)"
-	$(PIP) -c constraints.txt $(EVERYTHING)
+	$(PIP) -c $(LIMITS) $(EVERYTHING)
 	@echo "set-up: sources of other trainers, whose contracts are checked (4 MB)"
-	$(PIP) -c constraints.txt $(OTHERS)
+	$(PIP) -c $(LIMITS) $(OTHERS)
 	touch $@
 
 # .venv-newest: the newest of everything, whatever pip's configuration caps. .venv-oldest: the oldest that pyproject.toml
@@ -79,7 +82,7 @@ docs: .venv/.docs
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 .venv/.docs: $(READY)
-	$(PIP) -c constraints.txt -e '.[docs]'
+	$(PIP) -c $(LIMITS) -e '.[docs]'
 	touch $@
 
 # dist/: the sdist, the wheel built from it; both tried out in an environment of their own.

@@ -172,7 +172,7 @@ def _drive(
     """
     recipe = setup.recipe
     allowed = recipe.checkpoint.max_restarts
-    opening = f"{folder.path}: {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    opening = f"{folder.path}: {setup.decisions.driver}, {setup.device}, {recipe.steps} steps"
     opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
     opening += corrections.summary(recipe) + note
     restarts = 0

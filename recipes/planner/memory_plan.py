@@ -341,8 +341,7 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     cluster = dataclasses.replace(
         recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node
     )
-    driver = "ray" if devices > 1 else recipe.driver
-    placed = dataclasses.replace(recipe, cluster=cluster, driver=driver)
+    placed = dataclasses.replace(recipe, cluster=cluster)
     if faults := broken_rules(placed):
         raise RecipeError(f"--gpu :{devices}: {'; '.join(line for _, line in faults)}")
     return placed

@@ -1,11 +1,11 @@
-"""Decisions of a run that need its model and no plan: whether it is exact, and aliases weights."""
+"""Decisions of a run that need no plan: its driver, whether it is exact, and aliases weights."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from recipes.config.decisions import UNPLANNED_SIZE, Decisions
+from recipes.config.decisions import UNPLANNED_SIZE, Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
 from recipes.errors import RecipeError, one_line
@@ -28,8 +28,9 @@ def first_decisions(
 ) -> Decisions:
     """Return the decisions of a run, of which a plan may still have to make some.
 
-    `exact=auto` becomes warn if device, keys and model allow exact runs. `cycle.alias=auto` becomes
-    always if the engine can serve the trainer's own pages.
+    `driver=auto` becomes ray if `why_ray` names a reason. `exact=auto` becomes warn if device, keys
+    and model allow exact runs. `cycle.alias=auto` becomes always if the engine can serve the
+    trainer's own pages.
 
     Args:
         recipe: The recipe.
@@ -40,7 +41,7 @@ def first_decisions(
     Raises:
         RecipeError: `cycle.alias=always`, and the engine cannot serve the trainer's pages.
     """
-    decisions = Decisions.named(recipe)
+    decisions = _with_driver(Decisions.named(recipe), recipe)
     if before is not None:
         decisions = decisions.taking(before)
     decisions = _with_alias(_with_exact(decisions, recipe, model_dir, device), recipe, model_dir)
@@ -57,6 +58,12 @@ def first_decisions(
 def unplanned(decisions: Decisions, *names: str) -> Decisions:
     """Return the decisions with defaults for open ones among `names`, or for all without names."""
     return decisions.taking(Decisions(reasons={"micro_batch_size": UNPLANNED}), *names)
+
+
+def _with_driver(decisions: Decisions, recipe: Recipe) -> Decisions:
+    why = why_ray(recipe)
+    line = f"driver: ray ({why})" if why else "driver: inprocess (one device and no Ray cluster)"
+    return decisions.decided({"driver": line}, driver="ray" if why else "inprocess")
 
 
 def _with_exact(

@@ -263,7 +263,7 @@ def convert(gguf: Path, target: Path) -> None:
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise RunError("convert", one_line(error), "run: pip install 'memsaver[models]'") from None
+        raise RunError("convert", one_line(error), "run: pip install 'memsaver[fetch]'") from None
     print(f"converting {gguf.name} to bfloat16 (about 15 s)")
     options: dict[str, Any] = {"dtype": "bfloat16", "gguf_file": gguf.name}
     if hasattr(transformers, "GgufConfig"):  # Versions without it always dequantize.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from recipes.config import rules
-from recipes.config.decisions import Decisions
+from recipes.config.decisions import Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LORA_MODULES, LoraSection
 from recipes.errors import RecipeError, one_line, refused, shown, writable
@@ -324,9 +324,9 @@ def check_training(recipe: Recipe) -> None:
 
 
 def _check_packages(recipe: Recipe) -> None:
-    kind = recipe.engine.kind
+    kind, ray = recipe.engine.kind, why_ray(recipe)
     for key, needed, module, package in (
-        ("driver=ray", recipe.driver == "ray", "ray", "'memsaver[ray]'"),
+        (ray, ray, "ray", "'memsaver[ray]'"),
         (f"engine.kind={kind}", recipe.engine.hosted, kind, kind),
         ("model", True, "transformers", "'memsaver[models]'"),
     ):
