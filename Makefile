@@ -6,7 +6,7 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-losses bench-gate
 
-.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist plans soak test-gpu test-gpus $(BENCHES) clean
+.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist environment plans soak test-gpu test-gpus $(BENCHES) clean
 
 # Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it. Where
 # the environment forbids it, each of a hundred processes would compile torch and sympy anew.
@@ -88,6 +88,11 @@ docs: .venv/.docs
 # dist/: the sdist, the wheel built from it; both tried out in an environment of their own.
 dist: setup
 	$(BIN)/python -m pytest tests/packaging
+
+# README's install line by the Dockerfile's instructions in an empty folder, then docs/how-to/train.md as typed: 1 GB of
+# downloads, and some minutes.
+environment: setup
+	$(BIN)/python -m pytest --all tests/packaging/test_environment.py
 
 # Every packaged recipe on the GPUs that it is for: some minutes.
 plans: setup

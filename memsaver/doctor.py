@@ -29,6 +29,7 @@ from memsaver.memory import as_device, torch_allocator
 from memsaver.native import build, shim
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import attach
+from memsaver.system.hidden_packages import PACKAGES, REMEDY, hiding
 from memsaver.system.host_memory import available_memory, container_memory
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -114,6 +115,14 @@ def _versions(_: Any) -> Finding:
     text = f"{', '.join(versions)}; torch's CUDA: {torch.version.cuda or 'none'}"
     remedy = f"pip install {' '.join(outdated)}" if outdated else ""
     return "fail" if outdated else "ok", text, remedy
+
+
+def _hidden(_: Any) -> Finding:
+    """Find files and folders of the working directory, or of PYTHONPATH, that hide our packages."""
+    found = {name: path for name in PACKAGES if (path := hiding(name, os.getcwd()))}
+    if not found:
+        return "ok", f"nothing here hides {', '.join(PACKAGES)}", ""
+    return "warn", "\n".join(f"{path} hides our {name}" for name, path in found.items()), REMEDY
 
 
 def _verl(_: Any) -> Finding:
@@ -301,6 +310,7 @@ def _try_gpu(device: Any) -> Finding:
 
 CHECKS: dict[str, Callable[[Any], Finding]] = {
     "versions": _versions,
+    "packages": _hidden,
     "verl": _verl,
     "TRL": _trl,
     "compilers": _compilers,

@@ -105,11 +105,6 @@ def test_figure_of_before_is_read_under_its_present_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert recipes.load("tiny", ["eval.best=exact_match_sums"]).eval.best == "correct_sums"
-    older = ["sampling.top_k=0", "sampling.top_p=1.0", "trainer.batch_invariant=false"]
-    assert recipes.load("tiny", older) == recipes.load("tiny")
-    rule = r"^command line: trainer\.batch_invariant: is gone, and .*; leave the key out$"
-    with pytest.raises(RecipeError, match=rule):
-        recipes.load("tiny", ["trainer.batch_invariant=true"])
     line = "memsaver: eval.best=exact_match_sums: is called correct_sums now and read so\n"
     assert capsys.readouterr().err == line
 
