@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_pages import PACKAGES
+from memsaver.system import hidden_packages
 from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+PACKAGES = ("memsaver", *hidden_packages.PACKAGES)
 # Modules whose names are not those of their distributions.
 NAMES = {"pyyaml": "yaml", "cuda_bindings": "cuda", "pyzmq": "zmq", "mlflow_skinny": "mlflow"}
 # An environment has these before memsaver, or a user installs them alone: no extra brings them.

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_train_page import FULL_RUN, PAGE, commands
-from tests.helpers.docs.pages import ROOT
+from tests.helpers.docs.pages import ROOT, typed
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+PAGE = ROOT / "docs" / "how-to" / "train.md"
+FULL_RUN = "memsaver run recipe.yaml --run-dir first"
 INSTRUCTION = re.compile(r"^(RUN|ENV|COPY) (?!apt-get)(.+)$", re.M)
 
 
@@ -58,5 +59,5 @@ def test_commands_of_train_page_work_as_typed(prefix: Path, tmp_path: Path) -> N
     for file in (ROOT / "examples" / "train").iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
-    told = [run(line, tmp_path, prefix) for line in commands() if line != FULL_RUN]
+    told = [run(line, tmp_path, prefix) for line in typed(PAGE) if line != FULL_RUN]
     assert told[-1].strip(), f"the model that {PAGE.name} exports answers nothing"

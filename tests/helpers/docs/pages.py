@@ -72,6 +72,12 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
     return [block for block in fenced if language in (None, block.language)]
 
 
+def typed(page: Path) -> list[str]:
+    """Return the lines that a reader types: those of the page's blocks in bash."""
+    lines = [line for block in blocks(page, "bash") for line in block.text.splitlines()]
+    return [line.strip() for line in lines if line.strip()]
+
+
 def _reason(lines: list[str], fence: int) -> str | None:
     above = [line for line in lines[max(0, fence - 2) : fence] if line.strip()]
     match = NOT_RUN.match(above[-1]) if above else None
