@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.config.older import values_now, words_now
 from recipes.config.recipe import (
     FIELDS,
     Recipe,
@@ -43,10 +42,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     file = find_recipe(path)
     values = read_values(file, overrides)
-    algorithm = values.get("algorithm", "grpo")
-    if (words := words_now(overrides, algorithm)) != [*overrides]:
-        values, overrides = read_values(file, words), words
-    values = values_now(values, algorithm)
     typed = [override.partition("=")[0] for override in overrides]
 
     def placed(key: str, fault: str) -> str:
