@@ -75,7 +75,7 @@ def test_rollout_after_sync_generates_as_the_trained_model_does(path: str) -> No
 
 def test_cycle_adds_at_most_40_lines_to_a_loop() -> None:
     (shown,) = blocks(ROOT / "docs" / "how-to" / "own-loop.md", "diff")
-    assert sum(bool(re.match(r"\+ +\S", line)) for line in shown.text.splitlines()) <= 40
+    assert sum(bool(re.match(r"\+ *\S", line)) for line in shown.text.splitlines()) <= 40
 
 
 def test_other_engine_answers_the_same_after_pause_and_resume(path: str) -> None:
@@ -84,19 +84,6 @@ def test_other_engine_answers_the_same_after_pause_and_resume(path: str) -> None
     assert outcome["bytes held afterwards"] == outcome["bytes held"]
     for check in ("addresses are the same", "weights were kept", "answer is the same"):
         assert outcome[check]
-
-
-def test_discarded_content_is_not_copied_and_reads_as_zeros_after_resume(path: str) -> None:
-    saver = memsaver.MemorySaver(device="cpu")
-    engine = own_engine.OtherEngine(path, saver)
-    engine.generate(own_engine.PROMPT)
-    keys = engine.cache.layers[0].keys
-    assert keys.abs().sum() > 0
-    saver.pause("kv_cache")
-    assert saver.report().backup_bytes == 0
-    saver.resume("kv_cache")
-    assert keys.abs().sum() == 0  # as new memory on the CPU reads
-    saver.close()
 
 
 def test_kv_engine_matches_transformers_before_and_after_a_pause() -> None:

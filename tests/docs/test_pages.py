@@ -12,6 +12,7 @@ import yaml
 
 from recipes.cli import parse
 from recipes.config.load import find_recipe, load
+from recipes.config.recipe import FIELDS, is_section
 from recipes.errors import RecipeError
 from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 from tests.helpers.docs.preludes import PRELUDES, prelude
@@ -55,7 +56,7 @@ def test_blocks_that_are_not_run_are_few_and_compile_and_state_a_reason() -> Non
 
 def test_pages_show_the_example_files_that_they_link() -> None:
     shown = [block for page in PAGES for block in blocks(page) if block.snippet is not None]
-    assert len(shown) >= 15
+    assert len(shown) >= 8
     for block in shown:
         where = f"{name_of(block.page)}:{block.line}; run python -m tests.helpers.docs.pages"
         assert block.text == block.expected, where
@@ -134,6 +135,19 @@ def test_recipe_of_first_steps_loads_and_its_mistake_prints_the_error_shown(
     with pytest.raises(RecipeError) as raised:
         load(name, ["loop.samples_per_prompt=0"])
     assert f"memsaver: {raised.value}" in page.read_text()
+
+
+def test_keys_on_pages_are_keys_of_recipes() -> None:
+    code = (  # of trainers, models, tasks and savers
+        {"trainer.compute_log_prob", "trainer.model", "trainer.sync_weights", "model.safetensors"}
+        | {"task.train", "task.score", "engine.saver", "model.lora_rank"}
+    )
+    for page in PAGES:
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+        spans = "\n".join(re.findall(r"`([^`\n]+)`", prose))
+        named = set(re.findall(r"(?<![\w./-])([a-z]+\.[a-z_0-9]+)(?=[=: ]|$)", spans, re.M))
+        keys = {key for key in named if is_section(key.partition(".")[0])}
+        assert keys - code <= FIELDS.keys(), name_of(page)
 
 
 def test_algorithms_of_losses_page_load_and_every_key_has_an_effect() -> None:
