@@ -1,6 +1,6 @@
 """The environment of README's install line, made by the Dockerfile's instructions without docker.
 
-`make environment` runs these tests, which download about 1 GB; `make dist` does not.
+`make environment` runs the first test, which downloads about 1 GB, and `make test-all` both.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert "need attention" in run(script, root, root / "opt" / "memsaver")
     yield root / "opt" / "memsaver"
     shutil.rmtree(root)
+
+
+def test_dockerfile_makes_an_environment_in_which_a_recipe_runs(
+    prefix: Path, tmp_path: Path
+) -> None:
+    small = "steps=1 eval.every=0 loop.prompts_per_step=8 loop.samples_per_prompt=4"
+    run(f"memsaver run tiny --run-dir run {small}", tmp_path, prefix)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_commands_of_train_page_work_as_typed(prefix: Path, tmp_path: Path) -> None:
