@@ -29,7 +29,7 @@ from memsaver.memory import as_device, torch_allocator
 from memsaver.native import build, shim
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import attach
-from memsaver.system.hidden_packages import PACKAGES, REMEDY, hiding
+from memsaver.system.hidden_packages import HIDES, PACKAGES, REMEDY, hiding
 from memsaver.system.host_memory import available_memory, container_memory
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -119,10 +119,10 @@ def _versions(_: Any) -> Finding:
 
 def _hidden(_: Any) -> Finding:
     """Find files and folders of the working directory, or of PYTHONPATH, that hide our packages."""
-    found = {name: path for name in PACKAGES if (path := hiding(name, os.getcwd()))}
+    found = [path for name in PACKAGES if (path := hiding(name, os.getcwd()))]
     if not found:
         return "ok", f"nothing here hides {', '.join(PACKAGES)}", ""
-    return "warn", "\n".join(f"{path} hides our {name}" for name, path in found.items()), REMEDY
+    return "warn", "\n".join(f"{path} {HIDES}" for path in found), REMEDY
 
 
 def _verl(_: Any) -> Finding:

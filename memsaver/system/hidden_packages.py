@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvcache", "rollout", "trainer_bridge", "recipes")
+HIDES = "hides memsaver's package of the same name"
 REMEDY = "rename it, or start Python in another folder"
 
 
@@ -30,4 +31,4 @@ def refuse_hidden(*names: str) -> None:
     """Raise an ImportError that names what hides one of these packages."""
     for name in names:
         if found := hiding(name):
-            raise ImportError(f"{found} hides memsaver's package {name} from Python; {REMEDY}")
+            raise ImportError(f"{found} {HIDES}; {REMEDY}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memsaver.doctor import run_check
-from memsaver.system.hidden_packages import PACKAGES, hiding
+from memsaver.system.hidden_packages import HIDES, PACKAGES, hiding
 from tests.helpers.docs.pages import ROOT
 
 
@@ -26,7 +26,7 @@ def test_own_file_that_hides_a_package_is_named_by_doctor(
     (tmp_path / file).touch()
     assert hiding("rollout", str(tmp_path)) == tmp_path / file
     check = run_check("packages")
-    assert (check.status, check.finding) == ("warn", f"{tmp_path / file} hides our rollout")
+    assert (check.status, check.finding) == ("warn", f"{tmp_path / file} {HIDES}")
     assert "rename it" in check.remedy
 
 
@@ -42,5 +42,5 @@ def test_import_beside_a_folder_that_hides_a_package_names_it(
     own.parent.mkdir()
     own.touch()
     ended = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
-    line = f"ImportError: {own} hides memsaver's package {name} from Python; rename it, or "
-    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith(line)
+    line = f"ImportError: {own} {HIDES}; rename it, or start Python in another folder"
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1] == line
