@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 Class = TypeVar("Class")
@@ -35,6 +35,14 @@ MasterDtype = Literal["float32", "bfloat16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Named = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]
 """A function of the user: package.module:function, or folder/file.py:function."""
+Names = Annotated[
+    list[str],
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=str | list[str],
+    ),
+]
+"""Names in a list; a single name may be written as a string."""
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]
 Scale = Literal["group", "batch", "none"]
@@ -434,7 +442,7 @@ class ProblemSection:
     parameters: dict[str, Any] = Field(default_factory=dict)
     held_out_fraction: BelowOne = 0.2
     weight: Positive = 1.0
-    rewards: list[str] = Field(default_factory=list)
+    rewards: Names = Field(default_factory=list)
     reward_weights: list[float] = Field(default_factory=list)
     extract: Extract = "text"
     correct_by: str | None = None

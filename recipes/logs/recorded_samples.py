@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, counted
 from recipes.logs.metric_rows import METRICS, SAMPLES, Row, position_of, whole_rows
 from recipes.logs.run_folder import check_holds_run
 
@@ -170,7 +170,10 @@ def show_samples(run_dir: Path, arguments: Any, console: Console | None = None) 
         console.print(_texts(sample))
     if left:
         console.print(
-            Text(f"{left} further samples of this row; --count 0 shows all, --json whole texts")
+            Text(
+                f"{counted(left, 'further sample')} of this row; "
+                "--count 0 shows all, --json whole texts"
+            )
         )
 
 

@@ -267,7 +267,11 @@ class PrometheusTracker(Tracker):
         registry = self._library.CollectorRegistry()
         for part, (gauge, text, labels) in GAUGES.items():
             self._gauges[part] = self._library.Gauge(gauge, text, labels, registry=registry)
-        self._server, _ = self._library.start_http_server(self._port, registry=registry)
+        try:
+            self._server, _ = self._library.start_http_server(self._port, registry=registry)
+        except OSError as error:
+            text = f"port {self._port} cannot be opened, and prometheus:PORT names another"
+            raise OSError(f"{text}: {error.strerror}") from error
         return None
 
     def log(self, figures: Mapping[str, float], step: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from recipes.config.decisions import UNPLANNED_SIZE, Decisions
 from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, counted, one_line
 from rollout.model import load_model_config, whole_manifest
 from trainer_bridge import TrainerConfig
 from trainer_bridge.exact import why_not_exact
@@ -102,7 +102,7 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.cluster.apart:
-        return f"{recipe.cluster.apart} engine ranks are on other devices"
+        return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"
     if recipe.lora.rank:
         return "the engine serves merged adapters, not the trainer's pages"
     own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
