@@ -180,7 +180,7 @@ def show_samples(run_dir: Path, arguments: Any, console: Console | None = None) 
 def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
     """Return the samples to show, and how many more answer the request."""
     place = f"samples {run_dir}"
-    check_holds_run("samples", run_dir, METRICS)
+    check_holds_run("samples", run_dir, [METRICS])
     recorded = read_samples(run_dir)
     if not recorded:
         raise RecipeError(f"{place}: no sample is recorded yet; a run with samples=16 records them")

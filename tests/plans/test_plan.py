@@ -16,6 +16,7 @@ import recipes
 from recipes.cli import main
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
+from recipes.logs.run_folder import MARKS
 from recipes.planner.command import plan_of, print_plan
 from recipes.planner.memory_plan import MemoryPlan, Shortage
 from recipes.planner.remedies import remedied
@@ -224,7 +225,8 @@ def test_remedy_names_only_changes_that_reduce_its_shortage_and_increase_no_othe
 
 
 def test_command_prints_draws_and_writes_a_plan(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "recipe.yaml").touch()
+    for name in MARKS:
+        (tmp_path / name).touch()
     assert main(["plan", "tiny", "--picture", str(tmp_path / "no" / "where.png")]) == 2
     message = "where.png: cannot be written: No such file or directory; name a place"
     assert message in capsys.readouterr().err

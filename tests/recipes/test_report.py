@@ -141,6 +141,7 @@ def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
     folder = tmp_path / "run <i>"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
+    (folder / "metrics.jsonl").touch()
     html = write_report(folder, tmp_path / "out.html").read_text()
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
 
@@ -160,6 +161,7 @@ def test_no_command_reads_variables_for_somebody_elses_folder(
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret of the reader")
     (tmp_path / "recipe.yaml").write_text(f"steps: 1\n{recipe}\n")
+    (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "mismatch").mkdir()
     run = str(tmp_path)
     for words in (
@@ -186,7 +188,7 @@ def test_page_of_a_killed_run_shows_the_available_data(tmp_path: Path) -> None:
     page = Page(write_report(folder))
     assert len(page.sources()) == 1 and "2 of 3" in page.text and "No data" in page.text
     assert len(page.rows["Every step"]) == 3 and "Where it ran" not in page.rows
-    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").write_text("")
     page = Page(write_report(folder))
     assert page.sources() == [] and "0 of 3" in page.text
 
@@ -250,15 +252,19 @@ def test_engines_on_gpus_of_their_own_are_compared_with_their_own_plan() -> None
 def test_report_of_a_folder_without_a_run_fails_in_one_line_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
-    assert capsys.readouterr().err == f"memsaver: report {tmp_path}: {rule}\n"
+    (tmp_path / "recipe.yaml").touch()  # of a project, not of a run
+    for words, option in (["report"], "report"), (["run", "--resume"], "--resume"):
+        assert main([*words, str(tmp_path)]) == 2
+        rule = "holds no run (no metrics.jsonl); give the folder that memsaver run printed"
+        assert capsys.readouterr().err == f"memsaver: {option} {tmp_path}: {rule}\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 def test_report_without_output_folder_or_matplotlib_fails_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"steps": 1}))
+    (tmp_path / "metrics.jsonl").touch()
     nowhere = "--out .*: cannot be written: No such file or directory; name a place"
     with pytest.raises(RecipeError, match=nowhere):
         write_report(tmp_path, tmp_path / "no" / "where.html")
