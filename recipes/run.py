@@ -176,6 +176,9 @@ def _drive(
     opening = f"{folder.path}: {recipe.driver}, {setup.device}, {counted(recipe.steps, 'step')}"
     opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
     opening += corrections.summary(recipe) + note
+    if setup.template is None and recipe.task.template is None:
+        opening += "\nprompts: plain text, because the model's tokenizer has no chat template; "
+        opening += "task.template=FILE names one"
     restarts = 0
     while True:
         try:

@@ -133,11 +133,17 @@ def test_kv_engine_matches_transformers_before_and_after_a_pause() -> None:
     saver.close()
 
 
-def test_model_of_the_user_generates_and_trains(tmp_path: Path) -> None:
+def test_model_of_the_user_generates_and_trains_also_without_a_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own_model.write_model(tmp_path / "model")
     assert len(own_model.ask(tmp_path / "model")) in range(1, 5)
     with without_pictures():
         run = own_model.train(tmp_path / "model", tmp_path / "run", steps=1)
+        assert "plain text" not in capsys.readouterr().out
+        (tmp_path / "model" / "chat_template.jinja").unlink()
+        own_model.train(tmp_path / "model", tmp_path / "plain", steps=1)
+    assert capsys.readouterr().out.splitlines()[1].startswith("prompts: plain text, because the")
     (row,) = rows(run, "train")
     assert row["mismatch_max"] < 5e-5, "trainer and rollout read different weights"
 
