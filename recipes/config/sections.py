@@ -574,8 +574,9 @@ class ClusterSection:
         rollout_gpus: Further devices of each machine, with an engine rank only.
         rollout_nodes: Further machines of the same size, whose devices have an engine rank only.
         colocate: Whether devices with a trainer rank have an engine rank, too.
-        gpu: GPU of the plan, unless `memsaver plan --gpu` names another.
-        host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it.
+        gpu: GPU of the plan, unless `memsaver plan --gpu` names another or device=cpu.
+        host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it, and
+            with device=cpu takes this machine's.
         call_timeout: Timeout of one call of all actors, in seconds; raise it if a stage of a large
             model takes longer.
         max_engine_restarts: How many native engines that lose an actor are replaced while the run

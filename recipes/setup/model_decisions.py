@@ -10,6 +10,7 @@ from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
 from recipes.errors import RecipeError, counted, one_line
 from rollout.model import load_model_config, whole_manifest
+from rollout.tag_names import WEIGHTS
 from trainer_bridge import TrainerConfig
 from trainer_bridge.exact import why_not_exact
 from trainer_bridge.models import FLASH, check_layout
@@ -57,6 +58,16 @@ def first_decisions(
 def unplanned(decisions: Decisions, *names: str) -> Decisions:
     """Return the decisions with defaults for open ones among `names`, or for all without names."""
     return decisions.taking(Decisions(reasons={"micro_batch_size": UNPLANNED}), *names)
+
+
+def without_moves(decisions: Decisions, recipe: Recipe) -> Decisions:
+    """Return the decisions of a run on a CPU, where all tags stay unless the recipe names some."""
+    stays = [tag for tag in recipe.present_tags() if not (decisions.alias and tag == WEIGHTS)]
+    why = "a CPU uses host memory, so moving tags gains nothing"
+    if not recipe.cluster.colocate:
+        why = "no engine shares a device with the trainer (cluster.colocate=false)"
+    line = f"stays: {', '.join(stays)}; {why}"
+    return unplanned(decisions.decided({"resident": line}, resident=tuple(stays)))
 
 
 def _with_exact(
