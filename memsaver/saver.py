@@ -1,4 +1,15 @@
-"""Pause tagged memory and resume it at the same addresses."""
+"""Pause tagged memory and resume it at the same addresses.
+
+The tests check these invariants after every operation, also after one that failed:
+
+1. An address range belongs to one tag forever.
+2. An extent has one owner and one place, and its leases are known.
+3. Committed bytes equal the bytes that the driver or the kernel reports.
+4. A failed operation leaves the state that it found.
+5. Memory that work in flight uses is neither unmapped nor given to another tensor.
+6. Undefined content is never served.
+7. A dead process holds no lease.
+"""
 
 from __future__ import annotations
 

@@ -138,4 +138,6 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "exact": setup.decisions.exact,
         "elastic": bool(setup.decisions.overlap),
         "tiers": tiers,
+        # A random model's tokenizer has only its task's words: a draw among them would end soon.
+        "sample_all_ids": recipe.model.random_init,
     }

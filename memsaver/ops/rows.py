@@ -184,6 +184,15 @@ class RowCopies:
             return self._table.digest()
         return self._value
 
+    @property
+    def seen_finite(self) -> bool:
+        """Return whether the last digest also saw that each element of 2 or 4 bytes is finite.
+
+        False if nobody looked: of copies, and where torch computed the digest.
+        """
+        looked = self._value is None and all(rows.source is None for rows in self._rows)
+        return looked and self._table is not None and self._table.finite
+
     def run(self, target: Tensor | None = None) -> int:
         """Run all rows once; return their digest."""
         self.start(target)

@@ -31,6 +31,8 @@ _PITCHES = slice(5, 8)
 BLOCK, WARPS = 2048, 16
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# The bits of infinity: a number without its sign is finite below them, NaN is above.
+_INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 GOLDEN_KEY = tl.constexpr(GOLDEN)
 STEP = tl.constexpr(2 * GOLDEN & MASK64)  # from one element's key to the next one's
@@ -48,7 +50,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # compile-time arguments of the kernel
     programs: Tensor  # int64 [n, 6]
     shapes: Tensor  # int64 [shapes, 4]; empty for runs
-    partials: Tensor  # int64 [n], to which programs write their sums
+    partials: Tensor  # int64 [n, 2]: the sum of a program, and whether it read NaN or infinity
 
 
 class DeviceTable:
@@ -64,13 +66,13 @@ class DeviceTable:
                 constants = instance(source, target, aligned=aligned, grid=grid)
                 kinds.append((constants, programs.to(device), shapes.to(device)))
         sizes = [len(programs) for _, programs, _ in kinds]
-        self._partials = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._partials = torch.zeros(sum(sizes), 2, dtype=torch.int64, device=device)
         self.launches = [
             Launch(*kind, partials)
             for kind, partials in zip(kinds, self._partials.split(sizes), strict=True)
         ]
         self._stream: torch.cuda.Stream | None = None
-        self._total = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._total = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @property
     def nbytes(self) -> int:
@@ -100,13 +102,18 @@ class DeviceTable:
                     **constants, LOOPING=looping, num_warps=WARPS,
                 )  # fmt: skip
         # here, so that the host launches it while the device still copies
-        self._total.copy_(self._partials.sum(), non_blocking=True)
+        self._total.copy_(self._partials.sum(0), non_blocking=True)
 
     def digest(self) -> int:
         """Wait for the last launch; return its digest, in [0, 2**64)."""
         if self._stream is not None:
             self._stream.synchronize()
-        return int(self._total) & MASK64
+        return int(self._total[0]) & MASK64
+
+    @property
+    def finite(self) -> bool:
+        """Return whether the last `digest` read no NaN or infinity; copies look for neither."""
+        return not self._total[1]
 
 
 def instance(
@@ -120,6 +127,7 @@ def instance(
         "TARGET": _FLOATS[target] if cast else _BITS[width],
         "BITS": _BITS[width],
         "COPY": source is not None,
+        "INFINITY": 0 if source is not None else _INFINITY.get(target, 0),
         "ALIGNED": aligned,
         "GRID": grid,
         "VECTOR": 16 // width if aligned else 1,
@@ -264,9 +272,13 @@ def _hash(bits, key, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
 def _move(  # type: ignore[no-untyped-def]
     source, target, inside, key,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
-    VECTOR: tl.constexpr,
+    INFINITY: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Copy or read elements at [rows, VECTOR] pointers; return their hash sums, uint64 [rows]."""
+    """Copy or read elements at [rows, VECTOR] pointers.
+
+    Returns their hash sums, uint64 [rows], and their largest bits without the sign, uint32 [rows];
+    without INFINITY, zeros.
+    """
     if COPY:
         values = tl.load(source, mask=inside)
         if SOURCE != TARGET:
@@ -276,17 +288,19 @@ def _move(  # type: ignore[no-untyped-def]
         values = tl.load(target, mask=inside)
     column = tl.arange(0, VECTOR)[None, :]
     keys = key[:, None] + column.to(tl.uint64) * STEP
-    hashes = _hash(values.to(BITS, bitcast=True).to(tl.uint32), keys, BITS.primitive_bitwidth)
+    bits = values.to(BITS, bitcast=True).to(tl.uint32)
+    hashes = _hash(bits, keys, BITS.primitive_bitwidth)
+    sizes = bits & ((1 << (BITS.primitive_bitwidth - 1)) - 1 if INFINITY else 0)
     if inside is not None:
-        hashes = tl.where(inside, hashes, 0)
-    return tl.sum(hashes, 1)
+        hashes, sizes = tl.where(inside, hashes, 0), tl.where(inside, sizes, 0)
+    return tl.sum(hashes, 1), tl.max(sizes, 1)
 
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
     source, target, key, unit, inside, width, source_pitch, target_pitch, index_pitch,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
-    GRID: tl.constexpr, VECTOR: tl.constexpr,
+    INFINITY: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Apply `_move` to the vectors with numbers `unit`, int32 [rows], of a run or a grid."""
     lane = tl.arange(0, VECTOR)[None, :]
@@ -301,14 +315,15 @@ def _block(  # type: ignore[no-untyped-def]
     else:
         source += unit[:, None] * VECTOR + lane
         target += unit[:, None] * VECTOR + lane
-    return _move(source, target, inside, key, SOURCE, TARGET, BITS, COPY, VECTOR)
+    return _move(source, target, inside, key, SOURCE, TARGET, BITS, COPY, INFINITY, VECTOR)
 
 
 @triton.jit
 def _program(  # type: ignore[no-untyped-def]
     shapes, rows, partials, base, program,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
-    ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    INFINITY: tl.constexpr, ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Run one program of the table: whole blocks, then the rest."""
     row = rows + program * 6
@@ -336,32 +351,37 @@ def _program(  # type: ignore[no-untyped-def]
         # carried from block to block, because constants of each element would fill the registers
         key = key + lane.to(tl.uint64) * (VECTOR * STEP & _MASK64)
     sums = tl.zeros((BLOCK,), tl.uint64)
+    peaks = tl.zeros((BLOCK,), tl.uint32)
     done = 0
     while done + BLOCK <= units:
-        sums += _block(
+        hashes, sizes = _block(
             source, target, key, first + done + lane, None,
             width, source_pitch, target_pitch, index_pitch,
-            SOURCE, TARGET, BITS, COPY, GRID, VECTOR,
+            SOURCE, TARGET, BITS, COPY, INFINITY, GRID, VECTOR,
         )  # fmt: skip
+        sums, peaks = sums + hashes, tl.maximum(peaks, sizes)
         if not GRID:
             key += BLOCK * VECTOR * STEP & _MASK64
         done += BLOCK
     if done < units:
         inside = (lane[:, None] + tl.zeros((BLOCK, VECTOR), tl.int32)) < units - done
-        sums += _block(
+        hashes, sizes = _block(
             source, target, key, first + done + lane, inside,
             width, source_pitch, target_pitch, index_pitch,
-            SOURCE, TARGET, BITS, COPY, GRID, VECTOR,
+            SOURCE, TARGET, BITS, COPY, INFINITY, GRID, VECTOR,
         )  # fmt: skip
-    tl.store(partials + program, tl.sum(sums, 0).to(tl.int64))
+        sums, peaks = sums + hashes, tl.maximum(peaks, sizes)
+    tl.store(partials + program * 2, tl.sum(sums, 0).to(tl.int64))
+    if INFINITY:
+        tl.store(partials + program * 2 + 1, (tl.max(peaks, 0) >= INFINITY).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["partials", "base", "count"])
 def run_rows(  # type: ignore[no-untyped-def]
     shapes, rows, partials, base: tl.int64, count,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
-    ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    LOOPING: tl.constexpr,
+    INFINITY: tl.constexpr, ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
     """Run row p of the table in program p, and if LOOPING every n-th row after it (n programs)."""
     program = tl.program_id(0).to(tl.int64)
@@ -369,11 +389,11 @@ def run_rows(  # type: ignore[no-untyped-def]
         while program < count:
             _program(
                 shapes, rows, partials, base, program,
-                SOURCE, TARGET, BITS, COPY, ALIGNED, GRID, VECTOR, BLOCK,
+                SOURCE, TARGET, BITS, COPY, INFINITY, ALIGNED, GRID, VECTOR, BLOCK,
             )  # fmt: skip
             program += tl.num_programs(0)
     else:
         _program(
             shapes, rows, partials, base, program,
-            SOURCE, TARGET, BITS, COPY, ALIGNED, GRID, VECTOR, BLOCK,
+            SOURCE, TARGET, BITS, COPY, INFINITY, ALIGNED, GRID, VECTOR, BLOCK,
         )  # fmt: skip

@@ -25,8 +25,8 @@ from recipes.planner.stage_plan import StagePlan
 from recipes.setup.model_decisions import without_moves
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
-# Seconds, measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again; to cast, copy
-# and compare a GiB of weights; and for the messages of a sync.
+# Seconds, measured on H100: to unmap, clear and map a GiB again; to cast, copy and compare a GiB of
+# weights; and for the messages of a sync.
 _REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
 # Seconds of kernels to gather and reduce a GiB of fp32 parameters, of all ranks, in a micro batch.
 _GATHERED = 3.5e-3 / GIB

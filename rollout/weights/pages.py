@@ -118,7 +118,8 @@ class WeightPages:
     ) -> list[str]:
         """Return the parameters in memory with NaN or infinity, in one pass and with one wait.
 
-        Parameters of one byte per element, which other projects' engines have, are left out.
+        Parameters of one byte per element, which other projects' engines have, are left out. After
+        a digest of the same pages, `digest_saw_finite` spares this pass.
 
         `arena` and `names` are as for `digest`, but names are not tied ones.
         """
@@ -132,6 +133,11 @@ class WeightPages:
         peaks = torch.stack([peak.float() for peak in torch._foreach_norm(boxes, math.inf)])
         pairs = zip(pieces, peaks.isfinite().tolist(), strict=True)
         return list(dict.fromkeys(piece.name for piece, finite in pairs if not finite))
+
+    @property
+    def digest_saw_finite(self) -> bool:
+        """Return whether the last `digest` also saw that every element is finite."""
+        return self._digest is not None and self._digest[1].seen_finite
 
     def box(self, piece: ArenaBox) -> Tensor:
         """Return a view of a slice, with its strides, or of a fused tensor."""

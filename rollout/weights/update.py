@@ -135,7 +135,8 @@ class WeightUpdate:
             reason = f"{text}: the writer's {', '.join(wrong)}"
             self._close(reason)
             raise WeightUpdateError(f"{reason}; {self._consequence()}")
-        if names := self._store.not_finite(pages, update.names):
+        seen = self._store.digest_saw_finite
+        if names := () if seen else self._store.not_finite(pages, update.names):
             reason = (
                 f"the update to version {update.version} has NaN or infinity in {shorten(names)}: "
                 f"the trainer's values are not finite, or exceed the range of the engine's dtype"

@@ -106,6 +106,16 @@ def test_router_replay_reports_mismatch_with_and_without_replay(
     assert "compute_log_prob_unreplayed" in train[0]["stages"]
 
 
+def test_answers_of_a_random_model_of_a_wide_vocabulary_run_to_their_limit(
+    tmp_path: Path, no_pictures: None
+) -> None:
+    """Draw among all 5,000 ids, of which the tokenizer has 17: 32 answers of 40 tokens, at most."""
+    few = [*SMALL, "eval.every=0", "steps=1", "model.config.vocab_size=5000"]
+    few += ["sampling.max_tokens=40", "model.config.tie_word_embeddings=false"]
+    start_run("tiny", few, tmp_path / "run")
+    assert rows(tmp_path / "run", "train")[0]["response_length"] >= 39
+
+
 def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:
     train = rows(tiny, "train")
     tokens = sum(row["tokens"] for row in train)

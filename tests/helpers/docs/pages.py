@@ -40,7 +40,7 @@ class Block:
         after = path.read_text().splitlines()
         if self.language == "diff":
             before = path.with_name(BEFORE[path.name]).read_text().splitlines()
-            after = [line for line in difflib.ndiff(before, after) if not line.startswith("?")]
+            after = list(difflib.unified_diff(before, after, lineterm=""))[2:]
         return "\n".join(line.rstrip() for line in after)
 
     def compile(self) -> object:

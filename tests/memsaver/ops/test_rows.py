@@ -143,6 +143,24 @@ def test_experts_become_as_few_rows_as_possible(
     assert len(rows_of(shape, target, row_major(shape))) == count
 
 
+def test_digest_sees_nan_and_infinity_of_any_row_and_dtype(device: str) -> None:
+    """Place one of them at each element of an aligned run with a tail, and of a grid."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        most = torch.finfo(dtype).max
+        grid = torch.full((3, 24), -most, dtype=dtype, device=device)
+        parts = [rows_module.tensor_rows(t, 0) for t in (grid.flatten()[:23], grid[:, :20])]
+        for rows in parts:
+            table = RowCopies([rows], grid.device, "triton")
+            for at, value in itertools.product((0, 7, 22, 51), (math.inf, -math.inf, math.nan)):
+                table.run()
+                assert table.seen_finite, "the largest number is finite"
+                grid.view(-1)[at] = value
+                table.run()
+                inside = at < 23 if rows is parts[0] else at % 24 < 20
+                assert table.seen_finite != inside, (dtype, at, value)
+                grid.view(-1)[at] = -most
+
+
 def test_elements_wider_than_4_bytes_are_refused() -> None:
     for dtype in (torch.float64, torch.int64, torch.complex64):
         with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
