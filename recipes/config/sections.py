@@ -35,13 +35,11 @@ MasterDtype = Literal["float32", "bfloat16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Named = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]
 """A function of the user: package.module:function, or folder/file.py:function."""
-Names = Annotated[
-    list[str],
-    BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value,
-        json_schema_input_type=str | list[str],
-    ),
-]
+_LISTED = BeforeValidator(
+    lambda names: [names] if isinstance(names, str) else names,
+    json_schema_input_type=str | list[str],
+)
+Names = Annotated[list[str], _LISTED]
 """Names in a list; a single name may be written as a string."""
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]

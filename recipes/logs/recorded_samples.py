@@ -169,12 +169,8 @@ def show_samples(run_dir: Path, arguments: Any, console: Console | None = None) 
         console.print(Text(printable(_head(sample)), "bold"))
         console.print(_texts(sample))
     if left:
-        console.print(
-            Text(
-                f"{counted(left, 'further sample')} of this row; "
-                "--count 0 shows all, --json whole texts"
-            )
-        )
+        rest = counted(left, "further sample")
+        console.print(Text(f"{rest} of this row; --count 0 shows all, --json whole texts"))
 
 
 def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:

@@ -89,9 +89,8 @@ def newest_run(parent: Path = Path("runs")) -> Path:
     Raises:
         RecipeError: There is no such run.
     """
-    runs = [recipe.parent for recipe in parent.glob("*/recipe.yaml")]
-    files = [run / METRICS for run in runs if (run / METRICS).is_file()]
-    files = [file for file in files if file.stat().st_size]
+    files = [file for file in parent.glob(f"*/{METRICS}") if file.stat().st_size]
+    files = [file for file in files if file.with_name("recipe.yaml").is_file()]
     if not files:
         rule = f"no run under {parent}/ has begun"
         raise RecipeError(f"--resume: {rule}; name its folder: memsaver run --resume DIR")

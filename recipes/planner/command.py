@@ -149,10 +149,10 @@ def _table(plan: MemoryPlan, parts: dict[str, list[int]], bars: bool = False) ->
     A small plan is shown in MiB. With bars, headings stay on one line.
     """
     small = max(stage.device_bytes for stage in plan.rows) < _SMALL
-    unit, name, digits = (MIB, "MiB", 0) if small else (GIB, "GiB", 2)
+    unit, digits = (MIB, 0) if small else (GIB, 2)
     device, saved = ("RAM", "saved") if plan.gpu.on_host else ("GPU", "host")
     memory = "host memory" if plan.gpu.on_host else "the fullest GPU"
-    title = f"{escape(plan.name)}: {name} of {memory}"
+    title = f"{escape(plan.name)}: {'MiB' if small else 'GiB'} of {memory}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
 
     def cell(nbytes: int) -> str:
@@ -185,6 +185,8 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
     from recipes.logs.pictures import looks, save_picture
 
     parts = _parts(plan)
+    if plan.gpu.on_host:
+        parts["saved"] = [stage.host for stage in plan.rows]
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.rows)))
     axes = figure.subplots()
     names = [stage.stage for stage in plan.rows]

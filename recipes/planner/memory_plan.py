@@ -325,13 +325,11 @@ def _host_room(recipe: Recipe, card: Gpu) -> float | None:
     return own + pinned_arena.SHARE * (usable - own)
 
 
-def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
+def placed(recipe: Recipe, gpu: str | None) -> tuple[Recipe, Gpu]:
     """Return the recipe placed on the given GPUs (h100-80gb, h100-80gb:8), and one of the GPUs.
 
     Without `gpu`, the device is the CPU of a recipe with device=cpu, else a GPU of its cluster.
     """
-    if isinstance(gpu, Gpu):
-        return recipe, gpu
     if recipe.device == "cpu" and gpu is None:
         engine = dataclasses.replace(recipe.engine, cuda_graphs=False)
         return dataclasses.replace(recipe, engine=engine), of_host(recipe)

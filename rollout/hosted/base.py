@@ -36,8 +36,6 @@ from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
 
-KV_TOKENS = 65536
-"""Tokens of a hosted engine's KV pool whose size is not given."""
 Request = dict[str, Any]
 """Sampling parameters in the engine's own format."""
 Answers = Iterable[tuple[int, Any]]
@@ -101,6 +99,7 @@ class Generating(ABC):
     """
 
     engine: Any
+    default_tokens: ClassVar = 65536  # of a KV pool whose size is not given
 
     @abstractmethod
     def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:

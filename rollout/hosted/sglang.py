@@ -12,7 +12,7 @@ import torch
 
 from memsaver import StateError
 from rollout.engine_base import PeerSaver
-from rollout.hosted.base import KV_TOKENS, Generating, HostedRollout, Request
+from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
 from rollout.model.hub import resolve_model
 from rollout.model.loading import longest_context
@@ -102,7 +102,7 @@ class SglangRollout(Generating, ShardedEngine):
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
-        path, kv_tokens = resolve_model(path), kv_tokens or KV_TOKENS
+        path, kv_tokens = resolve_model(path), kv_tokens or cls.default_tokens
         if max_context_len is not None:  # SGLang reserves two positions
             max_context_len = min(max_context_len + 2, longest_context(load_hf_config(path)))
         own = {

@@ -13,15 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rollout.hosted.base import (
-    KV_TOKENS,
-    Answers,
-    Generating,
-    HostedRollout,
-    OnStep,
-    Prompts,
-    Request,
-)
+from rollout.hosted.base import Answers, Generating, HostedRollout, OnStep, Prompts, Request
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model.hub import resolve_model
 from rollout.model.model_folder import token_ids
@@ -107,7 +99,7 @@ class VllmRollout(HostedRollout, Generating):
             "tensor_parallel_size": tensor_parallel_size,
             "block_size": page_size,
             # One block is padding. This count overrides the number that vLLM derives from bytes.
-            "num_gpu_blocks_override": (kv_tokens or KV_TOKENS) // page_size + 1,
+            "num_gpu_blocks_override": (kv_tokens or cls.default_tokens) // page_size + 1,
             "gpu_memory_utilization": 0.01,
             "max_num_seqs": max_running,
             "max_num_batched_tokens": max(max_prefill_tokens, max_running),
