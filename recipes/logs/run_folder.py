@@ -114,7 +114,8 @@ def _make(path: Path) -> Path:
         # The working folder and a mounted folder cannot be replaced, even if they are empty.
         path.mkdir(parents=True, exist_ok=path.is_dir() and not any(path.iterdir()))
     except OSError as error:
-        why = f"{'is not empty' if path.is_dir() else error.strerror}; give another folder"
+        taken = isinstance(error, FileExistsError)
+        why = f"{'is no empty folder' if taken else error.strerror}; give another folder"
         if (path / METRICS).exists():
             why = f"already holds a run; use --resume {path}, or another folder"
         raise RecipeError(f"--run-dir {path}: {why}") from None

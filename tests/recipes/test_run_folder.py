@@ -69,7 +69,7 @@ def test_new_folder_is_refused_in_one_line_if_it_cannot_be_created(folder: RunFo
     file = folder.path / "metrics.jsonl"
     wrong = {
         folder.path: f"already holds a run; use --resume {folder.path}, or another folder",
-        folder.path.parent: "is not empty; give another folder",
+        folder.path.parent: "is no empty folder; give another folder",
         file / "run": "Not a directory; give another folder",
         Path("/proc/1/x"): "give another folder",
     }
