@@ -216,7 +216,8 @@ class Planning:
             ValueError: This process is part of a torch.distributed group.
         """
         card, recipe = self._gpu, self._recipe
-        given = {"prompt_tokens": self._prompt, "workspace_bytes": card.workspace}
+        given: dict[str, Any] = {"prompt_tokens": self._prompt, "caches": not card.on_host}
+        given["workspace_bytes"] = card.workspace
         # What shares a GPU with the trainer.
         beside = self._engine if recipe.cluster.colocate else NO_ENGINE
         how: dict[str, Any] = {"room": card.total - card.contexts, "staged": self._request.staged}
