@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
@@ -17,8 +17,8 @@ from recipes.loops.figures import renamed
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
-FIRST = ("reward", "reward_std", "correct")  # in tables
-QUALITIES = ("correct", "avg@", "pass@")  # beginnings of names of shares of right answers
+# Shares of right answers in an evaluation. avg@n and pass@1 equal the share of correct answers.
+QUALITY = re.compile(r"(correct|pass@(?!1(_|$))\d+)(_.+)?")
 
 Row = dict[str, Any]
 
@@ -90,16 +90,12 @@ def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]
             yield name, value
 
 
-def tabulated(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, float]]]:
-    """Return the names of figures in their order in rows, and the figures of every row.
-
-    Seconds of stages and bytes, of which a row has many, are left out.
-    """
-    numbers = [numbers_of(row, BULKY) for row in rows]
-    names = dict.fromkeys(itertools.chain.from_iterable(numbers))
-    return sorted(names, key=lambda name: name not in FIRST), numbers
+def brief(value: float) -> str:
+    """Return a number for people, with four digits unless it is whole or a thousand and more."""
+    whole = float(value).is_integer() or abs(value) >= 1000
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def qualities(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of right answers in an evaluation, by name."""
-    return {name: value for name, value in row.items() if name.startswith(QUALITIES)}
+    """Return the shares of right answers in an evaluation by name, each number once."""
+    return {name: value for name, value in row.items() if QUALITY.fullmatch(name)}

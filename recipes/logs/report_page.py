@@ -1,9 +1,11 @@
 """The command `memsaver report`: one HTML page about a run, from its folder alone."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import chain
-from operator import truediv
+from operator import or_, truediv
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,17 @@ from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.yaml_values import read_values
 from recipes.errors import RecipeError, one_line, shown, writable
-from recipes.logs.metric_rows import METRICS, Row, of_kind, switch_seconds, tabulated, whole_rows
+from recipes.logs.curves import panels_of
+from recipes.logs.metric_rows import (
+    BULKY,
+    METRICS,
+    Row,
+    brief,
+    numbers_of,
+    of_kind,
+    switch_seconds,
+    whole_rows,
+)
 from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.logs.recorded_samples import COLUMNS, cells, read_samples, shortened
 from recipes.logs.run_folder import check_holds_run, read_json
@@ -19,6 +31,7 @@ from recipes.logs.run_folder import check_holds_run, read_json
 TEMPLATE = Path(__file__).with_name("page.html")
 ABOUT = ("algorithm", "task", "driver", "device")  # keys of the recipe at the top of the page
 DEVICE = "device"  # name of the whole device among measured processes
+FIRST = ("reward", "reward_std", "correct")  # in tables
 WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be above and below the measured peak
 
 
@@ -48,7 +61,7 @@ def render_page(path: Path) -> str:
     """Return the HTML of the run in `path`."""
     from jinja2 import Environment, StrictUndefined
 
-    from recipes.logs.pictures import data_uri, draw_reward
+    from recipes.logs.pictures import data_uri, draw_curves
 
     rows = whole_rows(path / METRICS)
     train, evaluations = of_kind(rows, "train"), of_kind(rows, "eval")
@@ -60,17 +73,17 @@ def render_page(path: Path) -> str:
         name=path.resolve().name,
         about=[value for name in ABOUT if (value := named.get(name))],
         steps=recipe.get("steps"),
-        train=train,
-        evaluations=evaluations,
+        done=len(train),
         figures=key_figures(rows),
         decisions=decided(read_json(path / "decisions.json")),
-        reward=data_uri(draw_reward(rows)),
+        curves=[(panel, data_uri(draw_curves([panel]))) for panel in panels_of(rows)],
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
+        held=memory_held(rows),
         stages=longest_stages(rows),
         planned=planned_and_measured(rows, read_json(path / "plan.json")),
         within=WITHIN,
         under=UNDER,
-        tabulated=tabulated,
+        tables={"Evaluations": tabulated(evaluations), "Every step": tabulated(train)},
         samples=newest_samples(path),
         columns=COLUMNS,
         environment=read_json(path / "environment.json"),
@@ -116,6 +129,18 @@ def key_figures(rows: Sequence[Row]) -> dict[str, str]:
     return figures
 
 
+def memory_held(rows: Sequence[Row]) -> str:
+    """Return a sentence about the bytes of the tags in each phase of the newest step, if any."""
+    memories = [row["memory"] for row in rows if row.get("memory")]
+    phases: dict[str, dict[str, int]] = memories[-1] if memories else {}
+    held = {phase: sum(tags.values()) for phase, tags in phases.items()}
+    together = reduce(or_, map(Counter, phases.values()), Counter[str]()).total()
+    if not held or min(held.values()) == together:
+        return f"Every tag stayed on the device: {format_bytes(together)}." if held else ""
+    sizes = [f"{format_bytes(nbytes)} in phase {phase}" for phase, nbytes in held.items()]
+    return f"Tags held {' and '.join(sizes)}; all of them have {format_bytes(together)}."
+
+
 def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
     """Return the samples of the newest evaluation and step, by title of their table."""
     tables: dict[str, list[list[Any]]] = {}
@@ -130,10 +155,22 @@ def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
     return tables
 
 
+def tabulated(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of figures in their order in rows, and a line of cells for every row.
+
+    Seconds of stages and bytes, of which a row has many, are left out.
+    """
+    numbers = [numbers_of(row, BULKY) for row in rows]
+    names = dict.fromkeys(chain.from_iterable(numbers))
+    ordered = sorted(names, key=lambda name: name not in FIRST)
+    lines = [[row["step"], *map(own.get, ordered)] for row, own in zip(rows, numbers, strict=True)]
+    return ["step", *ordered], [list(map(_brief, line)) for line in lines]
+
+
 def _brief(cell: Any) -> str:
     if isinstance(cell, float):
-        return f"{cell:.4g}"
-    return "" if cell is None else shortened(str(cell))
+        return brief(cell)
+    return "–" if cell is None else shortened(str(cell))
 
 
 def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str, str]]:
@@ -145,7 +182,7 @@ def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str,
     whole = sum(row["step_seconds"] for row in rows)
     longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]
     return [
-        (stage, f"{statistics.median(seconds):.3g}", f"{sum(seconds) / whole:.1%}")
+        (stage, brief(statistics.median(seconds)), f"{sum(seconds) / whole:.1%}")
         for stage, seconds in longest
     ]
 
