@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Real
@@ -18,7 +17,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
 # Shares of right answers in an evaluation. avg@n and pass@1 equal the share of correct answers.
-QUALITY = re.compile(r"(correct|pass@(?!1(_|$))\d+)(_.+)?")
+QUALITY = r"(correct|pass@(?!1\b|1_)\d+)(_.+)?"
 
 Row = dict[str, Any]
 
@@ -83,9 +82,8 @@ def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]
     """Yield all values by name; the names of nested ones are joined by the separator."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from (
-                (f"{name}{separator}{inner}", last) for inner, last in flat(value, separator)
-            )
+            for inner, last in flat(value, separator):
+                yield f"{name}{separator}{inner}", last
         else:
             yield name, value
 
@@ -94,8 +92,3 @@ def brief(value: float) -> str:
     """Return a number for people, with four digits unless it is whole or a thousand and more."""
     whole = float(value).is_integer() or abs(value) >= 1000
     return f"{value:,.0f}" if whole else f"{value:.4g}"
-
-
-def qualities(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of right answers in an evaluation by name, each number once."""
-    return {name: value for name, value in row.items() if QUALITY.fullmatch(name)}

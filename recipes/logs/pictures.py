@@ -8,7 +8,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,8 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     names = set(names)
     ordered = [*TAGS, *sorted(names - set(TAGS))]
     return {
-        name: {
-            "facecolor": COLORS[index % len(COLORS)],
-            "hatch": HATCHES[index % len(HATCHES)],
-            "edgecolor": "#222222",
-        }
-        for index, name in enumerate(ordered)
+        name: {"facecolor": color, "hatch": hatch, "edgecolor": "#222222"}
+        for name, color, hatch in zip(ordered, cycle(COLORS), cycle(HATCHES), strict=False)
         if name in names
     }
 
@@ -99,13 +95,11 @@ def draw_curves(panels: Sequence[Panel]) -> Figure | None:
     lines = math.ceil(len(panels) / columns)
     height = PANEL[1] + LANE * max(len(panel.curves) for panel in panels)  # Legends take LANE.
     figure = Figure(figsize=(PANEL[0] * columns, height * lines), layout="constrained")
-    places = figure.subplots(lines, columns, squeeze=False).flat
-    for axes, panel in zip(places, panels, strict=False):
-        legend = _draw_panel(axes, panel)
+    for number, panel in enumerate(panels, 1):
+        legend = _draw_panel(figure.add_subplot(lines, columns, number), panel)
         if len(panels) > 1:
-            legend.set_title(panel.title, {"weight": "bold"})
-    for axes in places[len(panels) :]:
-        axes.remove()
+            legend.set_title(panel.title)
+            legend.get_title().set_fontweight("bold")
     return figure
 
 

@@ -102,23 +102,23 @@ def test_page_has_pictures_and_tables_and_no_external_links(
     assert page.rows["Every step"][6][:4] == ["6", "0.6", "0.3", "1e-06"]
     assert {"date", "GPUs", "torch"} <= {row[0] for row in page.rows["Where it ran"][1:]}
     caption = "reward rose from 0.1 to 0.6 between steps 1 and 6."
-    for words in ("6 of 6", "0.100 → 0.600", "12 % → 75 %", caption, "kv_tokens"):
+    for words in ("6 of 6", "0.100 → 0.600", "12% → 75%", caption, "kv_tokens"):
         assert words in page.text
 
 
 def test_key_figures_and_the_caption_of_memory_follow_from_the_rows(run: Path) -> None:
     figures = key_figures(whole_rows(run / "metrics.jsonl"))
     assert figures["reward, first and last step"] == "0.100 → 0.600"
-    assert figures["held-out, correct"] == "12 % → 75 %"
-    assert figures["switch, median"] == "0.140 s, 14.0% of the step"
+    assert figures["held-out, correct"] == "12% → 75%"
+    assert figures["switch, median"] == "0.140 s, 14.0% of a step"
     assert figures["overlapped moves, median"] == "0.250 s"
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
     assert key_figures([]) == {} and memory_held([]) == ""
     turns = {"rollout": {"params": 0, "kv_cache": 3 * MIB}, "train": {"params": MIB, "kv_cache": 0}}
     said = memory_held([train_row(1, memory=turns), train_row(2), eval_row(2, 0.5)])
-    sizes = "3.0 MiB in phase rollout and 1.0 MiB in phase train"
-    assert said == f"Tags held {sizes}; all of them have 4.0 MiB."
+    sizes = "3.0 MiB in phase rollout, 1.0 MiB in phase train"
+    assert said == f"Tags held {sizes}; together they need 4.0 MiB."
     stays = {phase: {"params": MIB} for phase in turns}
     assert memory_held([train_row(1, memory=stays)]) == "Every tag stayed on the device: 1.0 MiB."
 
