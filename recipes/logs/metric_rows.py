@@ -90,5 +90,4 @@ def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]
 
 def brief(value: float) -> str:
     """Return a number for people, with four digits unless it is whole or a thousand and more."""
-    whole = float(value).is_integer() or abs(value) >= 1000
-    return f"{value:,.0f}" if whole else f"{value:.4g}"
+    return f"{value:,.0f}" if value.is_integer() or abs(value) >= 1000 else f"{value:.4g}"
