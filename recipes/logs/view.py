@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from recipes.logs.metric_rows import qualities, switch_seconds
+from recipes.logs.metric_rows import QUALITY, switch_seconds
 
 NOTABLE = 1e-3  # seconds of overlapped moves that are shown
 QUIET = 60.0  # seconds of a stage after which a log says that it still runs
@@ -24,7 +25,8 @@ OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explai
 def describe(row: Mapping[str, Any]) -> str:
     """Return one line about a row of metrics.jsonl, with figures separated by bars."""
     if row["kind"] == "eval":
-        shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
+        names = [name for name in row if re.fullmatch(QUALITY, name)]
+        shares = ", ".join(f"{name} {row[name]:.3f}" for name in names)
         return f"{shares} on {row['problems']} held-out problems after {row['step']} updates"
     spread = row.get("reward_std")
     parts = [
