@@ -226,9 +226,8 @@ class MlflowTracker(Tracker):
         with self._library.start_run(run_id=run_id, run_name=name) as run:
             self._id = str(run.info.run_id)
             if run_id is None:  # A parameter of a run can be set once.
-                self._library.log_params(
-                    {key: str(value)[:500] for key, value in flat(config, ".")}
-                )
+                settings = {key: str(value)[:500] for key, value in flat(config, ".")}
+                self._library.log_params(settings)
         # The active run belongs to this thread, so the thread of `log` names the run by its id.
         self._client = self._library.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from rich.table import Column
 from rich.text import Text
 
 from recipes.errors import counted
-from recipes.logs.metric_rows import qualities, switch_seconds
+from recipes.logs.metric_rows import QUALITY, switch_seconds
 
 NOTABLE = 1e-3  # seconds of overlapped moves that are shown
 QUIET = 60.0  # seconds of a stage after which a log says that it still runs
@@ -25,7 +26,8 @@ OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explai
 def describe(row: Mapping[str, Any]) -> str:
     """Return one line about a row of metrics.jsonl, with figures separated by bars."""
     if row["kind"] == "eval":
-        shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
+        names = [name for name in row if re.fullmatch(QUALITY, name)]
+        shares = ", ".join(f"{name} {row[name]:.3f}" for name in names)
         problems = counted(row["problems"], "held-out problem")
         return f"{shares} on {problems} after {counted(row['step'], 'update')}"
     spread = row.get("reward_std")
