@@ -161,7 +161,11 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
 
 
 def _drive(
-    setup: Setup, folder: RunFolder, trackers: Trackers, resume: bool, note: str = ""
+    setup: Setup,
+    folder: RunFolder,
+    trackers: Trackers,
+    resume: bool,
+    note: str = "",
 ) -> None:
     """Run a prepared recipe; restart it from the last checkpoint when a worker is lost.
 

@@ -30,7 +30,7 @@ PRIVATE = {
         "torch.distributed.distributed_c10d._world.pg_group_ranks",
         "torch.distributed.distributed_c10d._world.pg_backend_config",
         "torch._C._distributed_c10d.Backend.Options._timeout",
-    )
+    ),
 }
 """What depends on private names of torch in this file; torch 2.11, 2.13 and 2.15 have them."""
 

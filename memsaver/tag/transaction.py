@@ -44,7 +44,12 @@ class Transactions:
     """
 
     def __init__(
-        self, backend: Backend, pool: PagePool, disk_dir: Path, tags: Iterable[Arena], peers: Peers
+        self,
+        backend: Backend,
+        pool: PagePool,
+        disk_dir: Path,
+        tags: Iterable[Arena],
+        peers: Peers,
     ) -> None:
         self.saving = Saving(backend, disk_dir, tags)
         self._peers = peers
@@ -287,7 +292,10 @@ class Transactions:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
 
     def resume(
-        self, arenas: Sequence[Arena], at_least: int | None = None, prefetch: Prefetch | None = None
+        self,
+        arenas: Sequence[Arena],
+        at_least: int | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         """Map memory behind paused tags and restore their content.
 

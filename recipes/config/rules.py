@@ -197,7 +197,11 @@ def _of_sampling(recipe: Recipe) -> Faults:
     most, window = recipe.sampling.max_tokens, recipe.sampling.penalized_tokens
     if recipe.sampling.length_penalty and window > most:
         rule = f"exceeds sampling.max_tokens={most}"
-        yield ("sampling.length_penalty_tokens", rule, f"set sampling.length_penalty_tokens={most}")
+        yield (
+            "sampling.length_penalty_tokens",
+            rule,
+            f"set sampling.length_penalty_tokens={most}",
+        )
 
 
 def _of_evaluation(recipe: Recipe) -> Faults:

@@ -294,7 +294,11 @@ def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[di
 
 
 def build_optimizer(
-    module: nn.Module, config: TrainerConfig, runtime: Runtime, saver: MemorySaver, tag: str
+    module: nn.Module,
+    config: TrainerConfig,
+    runtime: Runtime,
+    saver: MemorySaver,
+    tag: str,
 ) -> torch.optim.Optimizer:
     """Build AdamW of a module's trained parameters, with zero moments on a tag.
 

@@ -41,7 +41,11 @@ _GRADIENTS = 4096  # words of a program that computes gradients
 
 
 def token_scores(
-    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: float,
+    impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
@@ -69,7 +73,12 @@ def logit_scores(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float,
+        impl: Impl,
     ) -> tuple[Tensor, Tensor]:
         ctx.slices = _slices(hidden, weight)
         ctx.products = same_products(hidden.device)

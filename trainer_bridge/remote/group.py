@@ -116,7 +116,10 @@ class RemoteGroup:
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(
-        self, method: str, args: Sequence[tuple[Any, ...] | None], on_death: OnDeath | None = None
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...] | None],
+        on_death: OnDeath | None = None,
     ) -> list[Any]:
         """Call a method with different arguments on each rank, and return the answers by rank.
 

@@ -162,7 +162,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def scratch_for(
-    sources: Mapping[str, Tensor], derived: Iterable[str], device: torch.device | None = None
+    sources: Mapping[str, Tensor],
+    derived: Iterable[str],
+    device: torch.device | None = None,
 ) -> Tensor:
     """Allocate fp32 scratch on `device`, by default the sources', for rows of derived parameters.
 

@@ -126,7 +126,11 @@ def files_digest(model: nn.Module, files: CheckpointFiles) -> str:
 
 
 def part_digest(
-    part: Tensor, start: Sequence[int], shape: Sequence[int], first: int, device: torch.device
+    part: Tensor,
+    start: Sequence[int],
+    shape: Sequence[int],
+    first: int,
+    device: torch.device,
 ) -> int:
     """Digest on `device` a part of a parameter whose elements are numbered from `first` on."""
     if not part.numel():
