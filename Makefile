@@ -55,7 +55,7 @@ demo: .venv/.run
 	@echo "demo: $(RECIPE), which takes about a minute"
 	$(BIN)/memsaver run $(RECIPE)
 
-# What guards a change, in random order: `-p randomly --randomly-seed=N` of a run's head repeats it. docs/testing.md
+# What guards a change, in random order: `-p randomly --randomly-seed=N` of a run's head repeats it. CONTRIBUTING.md
 test: setup
 test-newest: .venv-newest/.ready
 test-oldest: .venv-oldest/.ready

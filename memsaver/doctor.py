@@ -99,7 +99,7 @@ def report(device: str | None) -> int:
     console = Console(highlight=False)
     console.print(table)
     attention = sum(check.status in ("warn", "fail") for check in checks)
-    console.print(f"{len(checks)} checks, {attention} need attention")
+    console.print(f"{len(checks)} checks, {attention} need{'s' * (attention == 1)} attention")
     return int(any(check.status == "fail" for check in checks))
 
 

@@ -69,7 +69,7 @@ class Recipe:
     checkpoint: sections.CheckpointSection = Field(default_factory=sections.CheckpointSection)
     cycle: sections.CycleSection = Field(default_factory=sections.CycleSection)
     cluster: sections.ClusterSection = Field(default_factory=sections.ClusterSection)
-    trackers: list[str] = Field(default_factory=list)
+    trackers: sections.Names = Field(default_factory=list)
     samples: Annotated[int, Field(ge=0)] = 16
     exact: bool | Literal["warn", "auto"] = False
     driver: Literal["inprocess", "ray", "auto"] = "auto"

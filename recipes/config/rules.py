@@ -17,7 +17,7 @@ from recipes.config.sections import (
     TaskSection,
     shapes,
 )
-from recipes.errors import RecipeError, shown
+from recipes.errors import RecipeError, counted, shown
 
 HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
 """Other projects' engines, by `engine.kind`."""
@@ -289,7 +289,7 @@ def _of_devices(recipe: Recipe) -> Faults:
     if cluster.colocate:
         kinds = {"n_gpus_per_node": cluster.n_gpus_per_node, **kinds}
     if cluster.rollout_nodes and cluster.per_node % size:
-        rule = f"does not divide the {cluster.per_node} devices of a machine"
+        rule = f"does not divide the {counted(cluster.per_node, 'device')} of a machine"
         yield "engine.tensor_parallel_size", f"{rule} of cluster.rollout_nodes"
     for name, count in kinds.items():
         if count % size:

@@ -8,8 +8,9 @@ import torch
 from recipes.config.decisions import UNPLANNED_SIZE, Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, counted, one_line
 from rollout.model import load_model_config, whole_manifest
+from rollout.tag_names import WEIGHTS
 from trainer_bridge import TrainerConfig
 from trainer_bridge.exact import why_not_exact
 from trainer_bridge.models import FLASH, check_layout
@@ -66,6 +67,16 @@ def _with_driver(decisions: Decisions, recipe: Recipe) -> Decisions:
     return decisions.decided({"driver": line}, driver="ray" if why else "inprocess")
 
 
+def without_moves(decisions: Decisions, recipe: Recipe) -> Decisions:
+    """Return the decisions of a run on a CPU, where all tags stay unless the recipe names some."""
+    stays = [tag for tag in recipe.present_tags() if not (decisions.alias and tag == WEIGHTS)]
+    why = "a CPU uses host memory, so moving tags gains nothing"
+    if not recipe.cluster.colocate:
+        why = "no engine shares a device with the trainer (cluster.colocate=false)"
+    line = f"stays: {', '.join(stays)}; {why}"
+    return unplanned(decisions.decided({"resident": line}, resident=tuple(stays)))
+
+
 def _with_exact(
     decisions: Decisions, recipe: Recipe, model_dir: Path, device: str | None
 ) -> Decisions:
@@ -109,7 +120,7 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.cluster.apart:
-        return f"{recipe.cluster.apart} engine ranks are on other devices"
+        return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"
     if recipe.lora.rank:
         return "the engine serves merged adapters, not the trainer's pages"
     own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype

@@ -99,6 +99,7 @@ class Generating(ABC):
     """
 
     engine: Any
+    default_tokens: ClassVar = 65536  # of a KV pool whose size is not given
 
     @abstractmethod
     def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:

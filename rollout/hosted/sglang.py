@@ -65,7 +65,7 @@ class SglangRollout(Generating, ShardedEngine):
         path: str | Path,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        kv_tokens: int = 65536,
+        kv_tokens: int | None = None,
         load_weights: bool = True,
         *,
         page_size: int = 1,
@@ -82,7 +82,7 @@ class SglangRollout(Generating, ShardedEngine):
             path: Model directory, or ORG/NAME of the Hub.
             device: The GPU.
             dtype: Dtype of the weights.
-            kv_tokens: Tokens in the KV pool.
+            kv_tokens: Tokens in the KV pool; None: 65,536.
             load_weights: False starts with dummy weights, which are undefined until an update
                 commits.
             page_size: Tokens per page of the KV pool.
@@ -102,7 +102,7 @@ class SglangRollout(Generating, ShardedEngine):
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
-        path = resolve_model(path)
+        path, kv_tokens = resolve_model(path), kv_tokens or cls.default_tokens
         if max_context_len is not None:  # SGLang reserves two positions
             max_context_len = min(max_context_len + 2, longest_context(load_hf_config(path)))
         own = {

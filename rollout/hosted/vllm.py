@@ -50,7 +50,7 @@ class VllmRollout(HostedRollout, Generating):
         path: str | Path,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        kv_tokens: int = 65536,
+        kv_tokens: int | None = None,
         load_weights: bool = True,
         *,
         page_size: int = 16,
@@ -72,7 +72,7 @@ class VllmRollout(HostedRollout, Generating):
             path: Model directory, or ORG/NAME of the Hub.
             device: The GPU.
             dtype: Dtype of the weights.
-            kv_tokens: Tokens in the KV pool.
+            kv_tokens: Tokens in the KV pool; None: 65,536.
             load_weights: False starts with dummy weights, which are undefined until an update
                 commits.
             page_size: Tokens per page of the KV pool.
@@ -99,7 +99,7 @@ class VllmRollout(HostedRollout, Generating):
             "tensor_parallel_size": tensor_parallel_size,
             "block_size": page_size,
             # One block is padding. This count overrides the number that vLLM derives from bytes.
-            "num_gpu_blocks_override": kv_tokens // page_size + 1,
+            "num_gpu_blocks_override": (kv_tokens or cls.default_tokens) // page_size + 1,
             "gpu_memory_utilization": 0.01,
             "max_num_seqs": max_running,
             "max_num_batched_tokens": max(max_prefill_tokens, max_running),
