@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from recipes.config.older import GONE, values_now, words_now
 from recipes.config.recipe import (
     FIELDS,
     Recipe,
@@ -42,6 +43,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     file = find_recipe(path)
     values = read_values(file, overrides)
+    algorithm = values.get("algorithm", "grpo")
+    if (words := words_now(overrides, algorithm)) != [*overrides]:
+        values, overrides = read_values(file, words), words
+    values = values_now(values, algorithm)
     typed = [override.partition("=")[0] for override in overrides]
 
     def placed(key: str, fault: str) -> str:
@@ -119,7 +124,7 @@ def _key(location: tuple[int | str, ...]) -> str:
 def _line(key: str, faults: list[ErrorDetails], values: dict[str, Any]) -> str:
     """Return one line about the faults of a key; a choice of types has a fault for each type."""
     if faults[0]["type"] == "unexpected_keyword_argument":
-        return f"{shown(key)}: unknown key; {_suggest(key)}"
+        return f"{shown(key)}: {GONE.get(key) or f'unknown key; {_suggest(key)}'}"
     if faults[0]["type"] == "missing":
         return f"{key}: is required and has no value; {remedy_of(key)}"
     value: Any = values

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import recipes
 from recipes.cli import main
 from recipes.config.recipe import FIELDS
-from recipes.config.sections import TAGS, TRAINED
+from recipes.config.sections import TAGS, TRAINED, LoopSection
+from recipes.errors import RecipeError
 from trainer_bridge import tag_names
 from trainer_bridge.cycle import RESIDENT_TAGS
 
@@ -100,6 +102,43 @@ def test_overrides_apply_in_order_and_keep_other_keys(tmp_path: Path) -> None:
     for frozen in (recipe, recipe.sampling):
         with pytest.raises(dataclasses.FrozenInstanceError):
             frozen.max_tokens = 5
+
+
+def test_figure_of_before_is_read_under_its_present_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert recipes.load("tiny", ["eval.best=exact_match_sums"]).eval.best == "correct_sums"
+    older = ["sampling.top_k=0", "sampling.top_p=1.0", "trainer.batch_invariant=false"]
+    assert recipes.load("tiny", older) == recipes.load("tiny")
+    rule = r"^command line: trainer\.batch_invariant: is gone, and .*; leave the key out$"
+    with pytest.raises(RecipeError, match=rule):
+        recipes.load("tiny", ["trainer.batch_invariant=true"])
+    line = "memsaver: eval.best=exact_match_sums: is called correct_sums now and read so\n"
+    assert capsys.readouterr().err == line
+
+
+def test_keys_of_a_step_in_sections_of_before_are_read_as_keys_of_the_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The algorithm's section counts, and what is typed wins over the file in either form."""
+    file = tmp_path / "older.yaml"
+    values = yaml.safe_load(TINY.read_text())
+    values.pop("loop")
+    values |= {"grpo": {"epochs": 2, "scale": "none"}, "ppo": {"epochs": 3, "prompts_per_step": 5}}
+    file.write_text(yaml.safe_dump(values))
+    grpo = recipes.load(file, ["loop.mini_batches=2"])
+    assert (grpo.loop, grpo.grpo.scale) == (LoopSection(epochs=2, mini_batches=2), "none")
+    assert (grpo.prompts_per_step, grpo.samples_per_prompt) == (8, 8)
+    stated = ["loop.mini_batches=2", "loop.prompts_per_step=8", "loop.samples_per_prompt=8"]
+    assert grpo != recipes.load(file, stated) == grpo.loop_now()
+    ppo = recipes.load(file, ["algorithm=ppo", "ppo.prompts_per_step=6"])
+    assert ppo.loop == LoopSection(epochs=3, prompts_per_step=6)
+    assert (ppo.prompts_per_step, ppo.samples_per_prompt) == (6, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "memsaver: grpo.epochs: keys of loop now, and read so"
+    assert recipes.load("tiny", ["grpo.epochs=2"]) == recipes.load("tiny", ["loop.epochs=2"])
+    with pytest.raises(RecipeError, match=r"ppo\.epochs=2: has no effect with algorithm=grpo"):
+        recipes.load("tiny", ["ppo.epochs=2"])
 
 
 def test_model_path_replaces_a_random_model() -> None:
