@@ -6,15 +6,17 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-losses bench-gate
 
-.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist plans soak test-gpu test-gpus $(BENCHES) clean
+.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist environment plans soak test-gpu test-gpus $(BENCHES) clean
 
 # Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it. Where
 # the environment forbids it, each of a hundred processes would compile torch and sympy anew.
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/pip install -q --no-compile
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
-EVERYTHING := -e '.[cuda,ray,models,data,rewards,optim,trackers,split,plots,dev]'
+EVERYTHING := -e '.[all,optim,trackers,split,dev]'
 OTHERS = --no-deps --upgrade --target $(@D)/others trl verl torchtitan
+CPU_TORCH := torch==2.13.0
+LIMITS := .venv/constraints.txt
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/native/*.[ch])
 
 setup: $(READY)
@@ -23,17 +25,18 @@ setup: $(READY)
 .venv/.run: $(SOURCES)
 	@echo "set-up 1 of 2: torch into .venv (200 MB, once)"
 	$(PY) -m venv .venv
-	$(PIP) torch==2.13.0
+	sed 's/^torch==.*/$(CPU_TORCH)/' constraints.txt > $(LIMITS)
+	$(PIP) $(CPU_TORCH)
 	@echo "set-up 2 of 2: memsaver, its C shim, transformers, matplotlib (about 100 MB, once)"
-	$(PIP) -c constraints.txt -e '.[cuda,models,plots]'
+	$(PIP) -c $(LIMITS) -e '.[cuda,models,plots]'
 	touch $@
 
 # And what tests take.
 $(READY): .venv/.run
 	@echo "set-up: ray, bitsandbytes, pytest, hypothesis, ruff, mypy (about 150 MB, once)"
-	$(PIP) -c constraints.txt $(EVERYTHING)
+	$(PIP) -c $(LIMITS) $(EVERYTHING)
 	@echo "set-up: sources of other trainers, whose contracts are checked (4 MB)"
-	$(PIP) -c constraints.txt $(OTHERS)
+	$(PIP) -c $(LIMITS) $(OTHERS)
 	touch $@
 
 # .venv-newest: the newest of everything, whatever pip's configuration caps. .venv-oldest: the oldest that pyproject.toml
@@ -52,7 +55,7 @@ demo: .venv/.run
 	@echo "demo: $(RECIPE), which takes about a minute"
 	$(BIN)/memsaver run $(RECIPE)
 
-# What guards a change, in random order: `-p randomly --randomly-seed=N` of a run's head repeats it. docs/testing.md
+# What guards a change, in random order: `-p randomly --randomly-seed=N` of a run's head repeats it. CONTRIBUTING.md
 test: setup
 test-newest: .venv-newest/.ready
 test-oldest: .venv-oldest/.ready
@@ -79,12 +82,17 @@ docs: .venv/.docs
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 .venv/.docs: $(READY)
-	$(PIP) -c constraints.txt -e '.[docs]'
+	$(PIP) -c $(LIMITS) -e '.[docs]'
 	touch $@
 
 # dist/: the sdist, the wheel built from it; both tried out in an environment of their own.
 dist: setup
 	$(BIN)/python -m pytest tests/packaging
+
+# README's install line by the Dockerfile's instructions in an empty folder: 1 GB of downloads. `make test-all` also types
+# the commands of docs/how-to/train.md there, which takes longer still.
+environment: setup
+	$(BIN)/python -m pytest --all tests/packaging/test_environment.py -k dockerfile
 
 # Every packaged recipe on the GPUs that it is for: some minutes.
 plans: setup

@@ -1,6 +1,8 @@
 """Compile the C shim, a plain shared library that any Python loads by ctypes, into the wheel."""
 
+import re
 import runpy
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
@@ -21,7 +23,17 @@ class OneWheel(bdist_wheel):
     """Wheel for every Python 3: no file in it depends on the version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        """Return the tag, with the newest glibc of which the shim needs a symbol (manylinux_2_34).
+
+        An editable install asks for the tag before the shim is built.
+        """
+        platform = super().get_tag()[2]
+        built = Path(self.get_finalized_command("build_ext").build_lib).glob("memsaver/native/*.so")
+        symbols = re.findall(rb"GLIBC_(\d+)\.(\d+)", b"".join(path.read_bytes() for path in built))
+        if symbols:
+            major, minor = max((int(major), int(minor)) for major, minor in symbols)
+            platform = platform.replace("linux", f"manylinux_{major}_{minor}", 1)
+        return "py3", "none", platform
 
 
 shim = Extension(

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measure(args: argparse.Namespace, folder: Path) -> None:
-    recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}", "exact=false"]
+    recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}", "exact=false", "driver=ray"]
     if args.tiny:
         recipe = "tiny"
         settings = ["steps=3", "loop.prompts_per_step=2", "loop.samples_per_prompt=4"]

@@ -68,3 +68,7 @@ def reward_model() -> Any:
 
     model = AutoModelForSequenceClassification.from_pretrained(SCORER)
     return AutoTokenizer.from_pretrained(SCORER), model.eval()
+
+
+if __name__ == "__main__":
+    raise SystemExit("nothing to run; name it in a recipe: task.rewards=examples/judge.py:helpful")

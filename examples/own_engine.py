@@ -82,4 +82,6 @@ def main(path: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/own_engine.py MODEL_DIR")
     main(sys.argv[1])

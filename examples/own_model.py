@@ -33,7 +33,7 @@ def write_model(path: Path) -> None:
     )
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    # Prompts are chats, so the tokenizer needs a template. The end token ends an answer.
+    # The template makes a chat of a prompt. The end token ends an answer.
     PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **marks).save_pretrained(
         path
     )

@@ -8,11 +8,17 @@ With several GPUs: `VLLM_PLUGINS=memsaver accelerate launch examples/trl_grpo.py
 from __future__ import annotations
 
 import argparse
+import sys
 
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+import torch
 
 import trainer_bridge.adoption.trl
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    sys.exit(f"{error}; run: pip install trl vllm")
 
 
 def short(completions: list[str], **_: object) -> list[float]:
@@ -39,4 +45,7 @@ def main(path: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a model to give short answers.")
     parser.add_argument("model", nargs="?", default="Qwen/Qwen2.5-0.5B-Instruct")
-    main(parser.parse_args().model)
+    model = parser.parse_args().model
+    if not torch.cuda.is_available():
+        sys.exit("examples/trl_grpo.py needs a GPU for vLLM")
+    main(model)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
+
+import torch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
 
@@ -70,4 +73,6 @@ def learn(trainer: Trainer, groups: list) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not find_spec("vllm") or not torch.cuda.is_available():
+        sys.exit("usage: python examples/vllm_loop.py MODEL_DIR, with vLLM and a GPU")
     main(sys.argv[1])

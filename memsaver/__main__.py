@@ -2,6 +2,9 @@
 
 import sys
 
+from memsaver.system.hidden_packages import refuse_hidden
+
+refuse_hidden("recipes")
 from recipes.cli import main
 
 sys.exit(main())

@@ -29,6 +29,7 @@ from memsaver.memory import as_device, torch_allocator
 from memsaver.native import build, shim
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import attach
+from memsaver.system.hidden_packages import HIDES, PACKAGES, REMEDY, hiding
 from memsaver.system.host_memory import available_memory, container_memory
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -98,7 +99,7 @@ def report(device: str | None) -> int:
     console = Console(highlight=False)
     console.print(table)
     attention = sum(check.status in ("warn", "fail") for check in checks)
-    console.print(f"{len(checks)} checks, {attention} need attention")
+    console.print(f"{len(checks)} checks, {attention} need{'s' * (attention == 1)} attention")
     return int(any(check.status == "fail" for check in checks))
 
 
@@ -114,6 +115,14 @@ def _versions(_: Any) -> Finding:
     text = f"{', '.join(versions)}; torch's CUDA: {torch.version.cuda or 'none'}"
     remedy = f"pip install {' '.join(outdated)}" if outdated else ""
     return "fail" if outdated else "ok", text, remedy
+
+
+def _hidden(_: Any) -> Finding:
+    """Find files and folders of the working directory, or of PYTHONPATH, that hide our packages."""
+    found = [path for name in PACKAGES if (path := hiding(name, os.getcwd()))]
+    if not found:
+        return "ok", f"nothing here hides {', '.join(PACKAGES)}", ""
+    return "warn", "\n".join(f"{path} {HIDES}" for path in found), REMEDY
 
 
 def _verl(_: Any) -> Finding:
@@ -301,6 +310,7 @@ def _try_gpu(device: Any) -> Finding:
 
 CHECKS: dict[str, Callable[[Any], Finding]] = {
     "versions": _versions,
+    "packages": _hidden,
     "verl": _verl,
     "TRL": _trl,
     "compilers": _compilers,

@@ -34,7 +34,7 @@ def open_pair(
         config = dataclasses.replace(config, mismatch_dir=str(mismatch_dir))
     arguments = engine_arguments(setup)
     cluster, alias = setup.recipe.cluster, setup.decisions.alias
-    if setup.recipe.driver == "inprocess":
+    if setup.decisions.driver == "inprocess":
         return open_inprocess(config, arguments, alias=alias, stage=stage)
     # Start the cluster of one machine here; a larger one must be running.
     address = cluster.address or ("auto" if cluster.machines > 1 else None)

@@ -246,7 +246,7 @@ def _add_recipe_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
     add("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
     add = command(_fetch, "fetch a model").add_argument
     add("name", metavar="NAME", help="smollm2-135m")
-    default = "models folder (default ~/.cache/memsaver/models)"
+    default = "models folder (default memsaver/models in $XDG_CACHE_HOME or ~/.cache)"
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)

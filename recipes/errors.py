@@ -65,6 +65,15 @@ def shown(value: Any, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, to which an s is added unless the number is 1.
+
+    >>> counted(1, "step"), counted(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @contextlib.contextmanager
 def writable(option: str) -> Iterator[None]:
     """Turn an OSError inside the block into a `RecipeError` that names the option."""

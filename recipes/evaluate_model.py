@@ -18,7 +18,7 @@ from recipes.config.decisions import Decisions
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LoopSection, TaskSection
-from recipes.errors import RecipeError, RunError, check_empty, one_line, typed, writable
+from recipes.errors import RecipeError, RunError, check_empty, counted, one_line, typed, writable
 from recipes.export_run import export_run
 from recipes.logs.checkpoints import Checkpoints
 from recipes.logs.metric_rows import METRICS, SAMPLES, json_lines, numbers_of
@@ -285,7 +285,9 @@ def _evaluated(setup: Setup, subject: str, step: int, out: Path | None) -> dict[
         _write(out, row, evaluation)
     if missing:
         error = KeyboardInterrupt()
-        error.add_note(f"evaluation: {missing} problems have no answer yet; figures are partial")
+        error.add_note(
+            f"evaluation: no answer yet to {counted(missing, 'problem')}; figures are partial"
+        )
         raise error
     if not rewarded(evaluation.scores):
         fault = next((score.fault for score in evaluation.scores if score.fault), "")

@@ -14,7 +14,7 @@ from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config.decisions import Decisions
 from recipes.config.load import find_recipe, load
 from recipes.config.recipe import Recipe
-from recipes.errors import LostWorker, RecipeError, one_line, shown
+from recipes.errors import LostWorker, RecipeError, counted, one_line, shown
 from recipes.logs.delivery import Trackers
 from recipes.logs.metric_rows import BULKY, of_kind
 from recipes.logs.monitor import Monitor
@@ -134,11 +134,12 @@ def _ended(folder: RunFolder, recipe: Recipe) -> str:
     evaluated = not section.every or any(row["step"] == step for row in evaluations)
     exported = recipe.checkpoint.export_every is None or folder.checkpoints.export_of(step).is_dir()
     if step > recipe.steps or (step == recipe.steps and evaluated and exported):
-        rule = f"{step} steps are already done; set steps={step + 10} to continue"
+        rule = f"the run is done after {counted(step, 'step')}; set steps={step + 10} to continue"
         return f"steps={recipe.steps}: {rule}"
     best = standing(evaluations, section.best)
     if section.patience and best and best.since >= section.patience:
-        rule = f"{best.since} evaluations were no better than that after {best.step} updates"
+        rule = f"none of {counted(best.since, 'evaluation')} was better than that after "
+        rule += counted(best.step, "update")
         return f"eval.patience={section.patience}: {rule}; set eval.patience=0 to continue"
     return ""
 
@@ -172,9 +173,14 @@ def _drive(
     """
     recipe = setup.recipe
     allowed = recipe.checkpoint.max_restarts
-    opening = f"{folder.path}: {recipe.driver}, {setup.device}, {recipe.steps} steps"
+    opening = (
+        f"{folder.path}: {setup.decisions.driver}, {setup.device}, {counted(recipe.steps, 'step')}"
+    )
     opening += "".join(f"; {task.summary()}" for task in setup.tasks.all)
     opening += corrections.summary(recipe) + note
+    if setup.template is None and recipe.task.template is None:
+        opening += "\nprompts: plain text, because the model's tokenizer has no chat template; "
+        opening += "task.template=FILE names one"
     restarts = 0
     while True:
         try:
@@ -254,15 +260,16 @@ def _note_outcome(folder: RunFolder, loop: Loop, view: View) -> None:
     section, updates = loop.setup.recipe.eval, loop.updates
     if best := loop.standing:
         kept = folder.checkpoints.best()
-        when = f"after {best.step} updates" if best.step else "before the first update"
+        when = f"after {counted(best.step, 'update')}" if best.step else "before the first update"
         where = f" (checkpoints/{kept.name})" if kept else ""
         view.note(f"best: {section.best} {best.value:.3f} {when}{where}")
     outcome = "done"
     if updates < loop.setup.recipe.steps and best:
-        outcome = f"ended early after {updates} updates: {best.since} evaluations without a better "
-        outcome += f"{section.best} (eval.patience={section.patience})"
+        outcome = f"ended early after {counted(updates, 'update')}: "
+        outcome += f"{counted(best.since, 'evaluation')} without a better {section.best}"
+        outcome += f" (eval.patience={section.patience})"
     if lost := sum(row.get("faults", 0) for row in of_kind(folder.rows(apart_from=BULKY), "train")):
-        outcome += f", with {lost} answers lost to failures of reward functions"
+        outcome += f", with {counted(lost, 'answer')} lost to failures of reward functions"
     export = folder.checkpoints.export_of(updates)
     view.note(f"{outcome}: {folder.path}" + (f"; the model: {export}" if export.is_dir() else ""))
 

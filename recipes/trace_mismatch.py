@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.config.load import load
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, counted, one_line
 from recipes.logs.run_folder import RunFolder
 from trainer_bridge.exact import Compared, MismatchTrace, trace_mismatch
 
@@ -55,10 +55,11 @@ def show_trace(run_dir: Path, device: str | None = None) -> int:
 def _show(trace: MismatchTrace, console: Console) -> None:
     record, first = trace.record, trace.first
     place, (prompt, response) = record.places[0], (record.prompt_ids, record.response_ids)
+    updates, tokens = counted(record.updates, "update"), counted(len(record.places), "token")
     console.print(
-        f"sequence {record.sequence} of the step after {record.updates} updates: {len(prompt)} + "
+        f"sequence {record.sequence} of the step after {updates}: {len(prompt)} + "
         f"{len(response)} tokens, {record.dtype}, seed {record.seed}, temperature "
-        f"{record.temperature}\nin the run: {len(record.places)} tokens differ, first token "
+        f"{record.temperature}\nin the run: mismatch of {tokens}, first token "
         f"{place}: {record.rollout[place]!r} in the rollout, {record.trainer[place]!r} in the "
         "trainer"
     )

@@ -1,5 +1,8 @@
 """A generating engine for RL: paged KV cache, continuous batching, sleep, in-place updates."""
 
+from memsaver.system.hidden_packages import refuse_hidden
+
+refuse_hidden("kvcache")
 from rollout.config import DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError

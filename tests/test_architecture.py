@@ -1,4 +1,4 @@
-"""Rules of docs/architecture.md and docs/testing.md that can be checked in the sources."""
+"""Rules of docs/architecture.md and CONTRIBUTING.md that can be checked in the sources."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The trainer and its bridge to a rollout on the same device; ray is imported on first use."""
 
+from memsaver.system.hidden_packages import refuse_hidden
+
+refuse_hidden("kvcache", "rollout")
 from trainer_bridge.config import (
     CorrectionConfig,
     CriticConfig,

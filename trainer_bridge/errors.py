@@ -49,8 +49,9 @@ class UnequalTokens(RuntimeError):
 
     def __str__(self) -> str:
         rollout, own = self.values
+        tokens = f"{self.count} token{'s' * (self.count > 1)}"
         return (
-            f"log-probabilities of {self.count} tokens differ, first of token {self.token} of "
+            f"log-probabilities of {tokens} differ, first of token {self.token} of "
             f"sequence {self.sequence}: {rollout!r} in the rollout, {own!r} in the trainer; "
             f"nothing has changed; {self.remedy}"
         )

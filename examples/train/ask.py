@@ -4,7 +4,9 @@ import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-directory, question = sys.argv[1:]
+if len(sys.argv) != 3:
+    sys.exit("usage: python ask.py DIRECTORY QUESTION")
+_, directory, question = sys.argv
 tokenizer = AutoTokenizer.from_pretrained(directory)
 model = AutoModelForCausalLM.from_pretrained(directory)
 chat = [{"role": "user", "content": question}]

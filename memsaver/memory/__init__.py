@@ -59,7 +59,8 @@ def _require_gpu(device: torch.device) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         raise BackendError(
-            f"device {str(device)!r} cannot be used: torch {torch.__version__} sees {count} GPUs; "
+            f"device {str(device)!r} cannot be used: torch {torch.__version__} sees "
+            f"{count or 'no'} GPU{'s' * (count > 1)}; "
             "use another device, or see what `memsaver doctor` says"
         )
 

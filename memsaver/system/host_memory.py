@@ -22,6 +22,12 @@ def available_memory() -> int:
     return max(0, free - int(RAY_KEEPS * total))
 
 
+def total_memory() -> int:
+    """Return the bytes of the machine, or of the container if it may have fewer."""
+    total, group = _machine_memory()[0], container_memory()
+    return total if group is None else min(total, group.limit)
+
+
 def _machine_memory() -> tuple[int, int]:
     """Return the bytes of the machine, and those that are available."""
     lines = (line.split() for line in _read(MEMORY).splitlines())

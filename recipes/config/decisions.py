@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -20,6 +21,7 @@ class Decisions:
     """The decisions of a run.
 
     Attributes:
+        driver: Whether both sides live in the process of the command, or are Ray actors.
         exact: Whether rollout and trainer compute the same bits; warn only counts differences.
         alias: Whether the engine serves the trainer's own pages.
         resident: Tags that stay on the device.
@@ -31,6 +33,7 @@ class Decisions:
         open: Names of decisions that are still to be made. Until then they have their defaults.
     """
 
+    driver: Literal["inprocess", "ray"] = "inprocess"
     exact: bool | Literal["warn"] = False
     alias: bool = False
     resident: Sequence[str] = ()
@@ -46,6 +49,7 @@ class Decisions:
         """Return the decisions that keys of the recipe name; those whose key says auto are open."""
         cycle, trainer = recipe.cycle, recipe.trainer
         wishes: dict[str, Any] = {
+            "driver": recipe.driver,
             "exact": recipe.exact,
             "alias": _is_wanted(cycle.alias),
             "resident": cycle.resident,
@@ -93,6 +97,18 @@ class Decisions:
         taken = set(names or self.open) - other.open
         values = {name: getattr(other, name) for name in taken}
         return self.decided(other.reasons, **values)
+
+
+def why_ray(recipe: Recipe) -> str:
+    """Return the setting by which a run has Ray actors; empty if its driver is inprocess."""
+    if recipe.driver != "auto":
+        return "driver=ray" if recipe.driver == "ray" else ""
+    cluster, job = recipe.cluster, os.environ.get("RAY_ADDRESS", "").strip()
+    if (devices := cluster.machines * cluster.per_node) > 1:
+        return f"driver=auto with {devices} devices"
+    if cluster.address is not None:
+        return f"driver=auto with cluster.address={cluster.address}"
+    return f"driver=auto with RAY_ADDRESS={job}" if job else ""
 
 
 def _is_wanted(wish: Literal["auto", "always", "never"]) -> bool | Literal["auto"]:

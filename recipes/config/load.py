@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         faults = explain(error, values)
     if faults:
         raise RecipeError("\n".join(placed(key, fault) for key, fault in faults))
-    if idle := list(_without_effect(recipe, overrides)):
+    if idle := list(_without_effect(recipe, overrides, read_values(file))):
         raise RecipeError("\n".join(idle))
     return recipe
 
@@ -156,11 +156,17 @@ def _within(key: str, section: str) -> bool:
     return f"{key}.".replace("[", ".").startswith(f"{section}.".replace("[", "."))
 
 
-def _without_effect(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each override without effect, except for those that set null."""
+def _without_effect(
+    recipe: Recipe, overrides: Sequence[str], replaced: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a line for each override without effect, except for those that set null.
+
+    `replaced` are the values of the file. A packaged loss that replaces the user's has an effect.
+    """
+    own_loss = ":" in str((replaced.get("loss") or {}).get("kind"))
     for override in overrides:
         key, _, value = override.partition("=")
         for idle, why in idle_keys(recipe).items():
-            if value != "null" and _within(key, idle):
+            if value != "null" and _within(key, idle) and not (own_loss and key == "loss.kind"):
                 fault = f"has no effect with {why}; change that, or drop {key}"
                 yield f"command line: {shown(override)}: {fault}"

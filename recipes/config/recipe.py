@@ -45,7 +45,9 @@ class Recipe:
         exact: Whether rollout and trainer compute the same bits, which updates check: true stops
             the run at a difference, warn only counts unequal_tokens; auto: warn on GPUs where
             nothing excludes it, else false.
-        driver: Either inprocess (one device, in the process of the command) or ray (actors).
+        driver: Either inprocess (one device, in the process of the command) or ray (actors); auto:
+            ray for several devices, with `cluster.address` and in a Ray job (RAY_ADDRESS), else
+            inprocess.
         device: One of auto (cuda:0 if there is a GPU, else cpu), cpu, cuda and cuda:N.
         seed: Seed of prompts, samples and random weights.
     """
@@ -67,10 +69,10 @@ class Recipe:
     checkpoint: sections.CheckpointSection = Field(default_factory=sections.CheckpointSection)
     cycle: sections.CycleSection = Field(default_factory=sections.CycleSection)
     cluster: sections.ClusterSection = Field(default_factory=sections.ClusterSection)
-    trackers: list[str] = Field(default_factory=list)
+    trackers: sections.Names = Field(default_factory=list)
     samples: Annotated[int, Field(ge=0)] = 16
     exact: bool | Literal["warn", "auto"] = False
-    driver: Literal["inprocess", "ray"] = "ray"
+    driver: Literal["inprocess", "ray", "auto"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 

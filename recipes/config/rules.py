@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.config import sections
+from recipes.config.decisions import why_ray
 from recipes.config.recipe import Recipe, default_of, keys_of, remedy_of
 from recipes.config.sections import (
     DATA_ENDINGS,
@@ -16,7 +17,7 @@ from recipes.config.sections import (
     TaskSection,
     shapes,
 )
-from recipes.errors import RecipeError, shown
+from recipes.errors import RecipeError, counted, shown
 
 HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
 """Other projects' engines, by `engine.kind`."""
@@ -288,7 +289,7 @@ def _of_devices(recipe: Recipe) -> Faults:
     if cluster.colocate:
         kinds = {"n_gpus_per_node": cluster.n_gpus_per_node, **kinds}
     if cluster.rollout_nodes and cluster.per_node % size:
-        rule = f"does not divide the {cluster.per_node} devices of a machine"
+        rule = f"does not divide the {counted(cluster.per_node, 'device')} of a machine"
         yield "engine.tensor_parallel_size", f"{rule} of cluster.rollout_nodes"
     for name, count in kinds.items():
         if count % size:
@@ -336,7 +337,7 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
         )
         usual["cluster.n_gpus_per_node"] = "is untested above one engine"
         size = (recipe.engine.options or {}).get("tp_size", 1)
-        if size != 1 and recipe.driver == "ray":
+        if size != 1 and why_ray(recipe):
             rule = f"cannot run engine.options.tp_size={size}: an actor sees one GPU"
             yield "driver", rule, "set driver=inprocess"
     faults = {key: rule for key, rule in usual.items() if recipe.value(key) != default_of(key)}

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 Class = TypeVar("Class")
@@ -35,6 +35,12 @@ MasterDtype = Literal["float32", "bfloat16"]
 LossKind = Literal["ppo", "gspo", "cispo"]
 Named = Annotated[str, Field(pattern=r"^[^:]+:\w+$")]
 """A function of the user: package.module:function, or folder/file.py:function."""
+_LISTED = BeforeValidator(
+    lambda names: [names] if isinstance(names, str) else names,
+    json_schema_input_type=str | list[str],
+)
+Names = Annotated[list[str], _LISTED]
+"""Names in a list; a single name may be written as a string."""
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]
 Scale = Literal["group", "batch", "none"]
@@ -434,7 +440,7 @@ class ProblemSection:
     parameters: dict[str, Any] = Field(default_factory=dict)
     held_out_fraction: BelowOne = 0.2
     weight: Positive = 1.0
-    rewards: list[str] = Field(default_factory=list)
+    rewards: Names = Field(default_factory=list)
     reward_weights: list[float] = Field(default_factory=list)
     extract: Extract = "text"
     correct_by: str | None = None
@@ -566,8 +572,9 @@ class ClusterSection:
         rollout_gpus: Further devices of each machine, with an engine rank only.
         rollout_nodes: Further machines of the same size, whose devices have an engine rank only.
         colocate: Whether devices with a trainer rank have an engine rank, too.
-        gpu: GPU of the plan, unless `memsaver plan --gpu` names another.
-        host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it.
+        gpu: GPU of the plan, unless `memsaver plan --gpu` names another or device=cpu.
+        host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it, and
+            with device=cpu takes this machine's.
         call_timeout: Timeout of one call of all actors, in seconds; raise it if a stage of a large
             model takes longer.
         max_engine_restarts: How many native engines that lose an actor are replaced while the run

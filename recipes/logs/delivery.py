@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from memsaver.system.files import replace_text
-from recipes.errors import RecipeError, typed
+from recipes.errors import RecipeError, counted, typed
 from recipes.logs.metric_rows import METRICS, Row, json_lines, position_of, whole_rows
 from recipes.logs.trackers import Tracker, figures_of, make_tracker
 
@@ -70,7 +70,7 @@ class Delivery:
         if self._thread.is_alive():
             self._tell(f"does not answer for {GRACE:.0f} s")
         if missing := self._offered - self._delivered:
-            self._tell(f"{missing} rows were not delivered")
+            self._tell(f"not delivered at the end: {counted(missing, 'row')}")
 
     def _tell(self, text: str) -> None:
         # Either thread calls this. A display with a live bar shows what is printed above the bar.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,8 +16,8 @@ from recipes.loops.figures import renamed
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 BULKY = ("stages", "sync", "memory", "peaks")  # parts of a row with many numbers
-FIRST = ("reward", "reward_std", "correct")  # in tables
-QUALITIES = ("correct", "avg@", "pass@")  # beginnings of names of shares of right answers
+# Shares of right answers in an evaluation. avg@n and pass@1 equal the share of correct answers.
+QUALITY = r"(correct|pass@(?!1\b|1_)\d+)(_.+)?"
 
 Row = dict[str, Any]
 
@@ -83,23 +82,12 @@ def flat(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]
     """Yield all values by name; the names of nested ones are joined by the separator."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from (
-                (f"{name}{separator}{inner}", last) for inner, last in flat(value, separator)
-            )
+            for inner, last in flat(value, separator):
+                yield f"{name}{separator}{inner}", last
         else:
             yield name, value
 
 
-def tabulated(rows: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, float]]]:
-    """Return the names of figures in their order in rows, and the figures of every row.
-
-    Seconds of stages and bytes, of which a row has many, are left out.
-    """
-    numbers = [numbers_of(row, BULKY) for row in rows]
-    names = dict.fromkeys(itertools.chain.from_iterable(numbers))
-    return sorted(names, key=lambda name: name not in FIRST), numbers
-
-
-def qualities(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of right answers in an evaluation, by name."""
-    return {name: value for name, value in row.items() if name.startswith(QUALITIES)}
+def brief(value: float) -> str:
+    """Return a number for people, with four digits unless it is whole or a thousand and more."""
+    return f"{value:,.0f}" if value.is_integer() or abs(value) >= 1000 else f"{value:.4g}"

@@ -8,7 +8,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,32 @@ import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.ticker import MaxNLocator
 
 from memsaver import Event
 from memsaver.system.files import replacing
-from recipes.logs.metric_rows import Row, kind_of, of_kind, qualities
+from recipes.logs.curves import Panel, panels_of
+from recipes.logs.metric_rows import Row, kind_of
 from recipes.logs.stage_trace import StageTrace
 from rollout.tag_names import TAGS as ROLLOUT_TAGS
 from trainer_bridge.tag_names import TRAINER_TAGS
 
 MIB, GIB = 2**20, 2**30
-WIDTH = 7.4  # inches
+WIDTH = 5.6  # inches; text of 9 points stays legible on a page as narrow as a phone
 LANE = 0.2  # inches
+PANEL = (4.6, 2.5)  # inches
+LABEL = 48  # characters of a curve's name
 # Palette of Okabe and Ito, "Color Universal Design" (2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
-DASHES = ("-", "--", "-.", ":") * 2
+DASHES: Any = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))  # 40 pairs with the eight colors
 TAGS = (*ROLLOUT_TAGS, *TRAINER_TAGS)
 KINDS = ("rollout", "train", "switch")
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
-    "axes.prop_cycle": cycler(color=COLORS) + cycler(linestyle=DASHES),
+    "axes.prop_cycle": cycler(color=COLORS * 5) + cycler(linestyle=DASHES * 8),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "font.size": 9,
@@ -52,19 +57,15 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     names = set(names)
     ordered = [*TAGS, *sorted(names - set(TAGS))]
     return {
-        name: {
-            "facecolor": COLORS[index % len(COLORS)],
-            "hatch": HATCHES[index % len(HATCHES)],
-            "edgecolor": "#222222",
-        }
-        for index, name in enumerate(ordered)
+        name: {"facecolor": color, "hatch": hatch, "edgecolor": "#222222"}
+        for name, color, hatch in zip(ordered, cycle(COLORS), cycle(HATCHES), strict=False)
         if name in names
     }
 
 
 def write_pictures(rows: Sequence[Row], trace: StageTrace, folder: Path) -> None:
     """Write reward.png and memory.png if the run has data for them."""
-    for name, figure in (("reward", draw_reward(rows)), ("memory", draw_memory(trace))):
+    for name, figure in (("reward", draw_curves(panels_of(rows))), ("memory", draw_memory(trace))):
         if figure is not None:
             save_picture(figure, folder / f"{name}.png")
 
@@ -86,24 +87,34 @@ def data_uri(picture: Figure | bytes | None) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_reward(rows: Sequence[Row]) -> Figure | None:
-    """Draw reward and correct answers over steps, and the log-prob mismatch below them."""
-    if not rows:
+def draw_curves(panels: Sequence[Panel]) -> Figure | None:
+    """Draw panels in two columns with their titles; a single panel alone, without its title."""
+    if not panels:
         return None
-    train, evaluations = of_kind(rows, "train"), of_kind(rows, "eval")
-    figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _curve(above, train, "reward", "reward, mean of the step")
-    _curve(above, train, "correct", "correct samples")
-    for name in dict.fromkeys(chain.from_iterable(map(qualities, evaluations))):
-        _curve(above, evaluations, name, f"{name}, held-out problems", marker="o")
-    above.set(ylabel="reward; correct (share of answers)")
-    for key, label in (("mismatch_mean", "mean"), ("mismatch_max", "largest")):
-        _curve(below, train, key, f"mismatch, {label}", above=0.0)
-    _curve(below, train, "kl_to_reference", "KL from the reference", above=0.0)
-    below.set_yscale("log")
-    below.set(xlabel="step", ylabel="nats per token")
+    columns = min(2, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    height = PANEL[1] + LANE * max(len(panel.curves) for panel in panels)  # Legends take LANE.
+    figure = Figure(figsize=(PANEL[0] * columns, height * lines), layout="constrained")
+    for number, panel in enumerate(panels, 1):
+        legend = _draw_panel(figure.add_subplot(lines, columns, number), panel)
+        if len(panels) > 1:
+            legend.set_title(panel.title)
+            legend.get_title().set_fontweight("bold")
     return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> Legend:
+    """Draw the curves of a panel; a logarithmic axis has no place for values of 0 and less."""
+    points = list(chain.from_iterable(panel.curves.values()))
+    scale = panel.scale if any(value > 0 for _, value in points) else "linear"
+    for name, curve in panel.curves.items():
+        shown = [point for point in curve if point[1] > 0 or scale == "linear"]
+        marker = "o" if name.endswith("held-out") or len(shown) == 1 else None
+        label = name if len(name) <= LABEL else f"… {name[-LABEL:]}"
+        axes.plot(*(zip(*shown, strict=True) if shown else ([], [])), label=label, marker=marker)
+    axes.set(xlabel="step", ylabel=panel.axis, yscale=scale)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _legend(axes, columns=2 if max(map(len, panel.curves)) <= LABEL / 2 else 1)
 
 
 @matplotlib.rc_context(STYLE)
@@ -156,20 +167,9 @@ def _draw_tags(axes: Axes, events: Sequence[Event], begin: float, end: float) ->
     axes.step(seconds, backup / unit, "k--", where="post", label="kept on the host")
     axes.set(ylabel=name, xlim=(0, end - begin))
     axes.set_ylim(bottom=0)
-    _legend(axes, columns=5)
+    _legend(axes, columns=3)
 
 
-def _curve(
-    axes: Axes, rows: Sequence[Row], key: str, label: str, above: float = -math.inf, **style: Any
-) -> None:
-    """Draw a line over steps through the rows whose value of the key exceeds `above`."""
-    values = [(row["step"], row.get(key)) for row in rows]
-    points = [(step, value) for step, value in values if value is not None and value > above]
-    if points:
-        style = {"marker": "o" if len(points) == 1 else None, **style}
-        axes.plot(*zip(*points, strict=True), label=label, **style)
-        _legend(axes)
-
-
-def _legend(axes: Axes, columns: int = 2) -> None:
-    axes.legend(ncols=columns, columnspacing=1.2, loc="lower left", bbox_to_anchor=(0, 1))
+def _legend(axes: Axes, columns: int) -> Legend:
+    place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "alignment": "left"}
+    return axes.legend(ncols=columns, columnspacing=1.2, **place)

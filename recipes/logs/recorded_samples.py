@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, counted
 from recipes.logs.metric_rows import METRICS, SAMPLES, Row, position_of, whole_rows
 from recipes.logs.run_folder import check_holds_run
 
@@ -169,15 +169,14 @@ def show_samples(run_dir: Path, arguments: Any, console: Console | None = None) 
         console.print(Text(printable(_head(sample)), "bold"))
         console.print(_texts(sample))
     if left:
-        console.print(
-            Text(f"{left} further samples of this row; --count 0 shows all, --json whole texts")
-        )
+        rest = counted(left, "further sample")
+        console.print(Text(f"{rest} of this row; --count 0 shows all, --json whole texts"))
 
 
 def _asked(run_dir: Path, arguments: Any) -> tuple[list[Row], int]:
     """Return the samples to show, and how many more answer the request."""
     place = f"samples {run_dir}"
-    check_holds_run("samples", run_dir, METRICS)
+    check_holds_run("samples", run_dir, [METRICS])
     recorded = read_samples(run_dir)
     if not recorded:
         raise RecipeError(f"{place}: no sample is recorded yet; a run with samples=16 records them")

@@ -1,24 +1,31 @@
 """The command `memsaver report`: one HTML page about a run, from its folder alone."""
 
-import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
 from recipes.config.yaml_values import read_values
 from recipes.errors import RecipeError, one_line, shown, writable
-from recipes.logs.metric_rows import METRICS, Row, of_kind, switch_seconds, tabulated, whole_rows
+from recipes.logs.curves import panels_of
+from recipes.logs.metric_rows import BULKY, Row, brief, numbers_of, of_kind, switch_seconds
 from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.logs.recorded_samples import COLUMNS, cells, read_samples, shortened
-from recipes.logs.run_folder import check_holds_run, read_json
+from recipes.logs.run_folder import RunFolder, check_holds_run, read_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
-ABOUT = ("algorithm", "task", "driver", "device")  # keys of the recipe at the top of the page
 DEVICE = "device"  # name of the whole device among measured processes
+FIRST = ("reward", "reward_std", "correct")  # in tables
+MEDIANS = {  # figures of steps whose median is shown: label and format
+    "step_seconds": ("step", "{:.2f} s"),
+    "hidden_seconds": ("overlapped moves", "{:.3f} s"),
+    "tokens_per_second": ("tokens per second", "{:,.0f}"),
+    "mismatch_mean": ("log-probability mismatch", "{:.1e}"),
+}
 WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be above and below the measured peak
 
 
@@ -48,72 +55,70 @@ def render_page(path: Path) -> str:
     """Return the HTML of the run in `path`."""
     from jinja2 import Environment, StrictUndefined
 
-    from recipes.logs.pictures import data_uri, draw_reward
+    from recipes.logs.pictures import data_uri, draw_curves
 
-    rows = whole_rows(path / METRICS)
-    train, evaluations = of_kind(rows, "train"), of_kind(rows, "eval")
-    recipe, memory = read_values(path / "recipe.yaml"), path / "memory.png"
-    task = recipe.get("task")
-    named = recipe | {"task": task.get("name") if isinstance(task, dict) else task}
+    rows = RunFolder(path).rows()
+    memory = path / "memory.png"
     engine = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return engine.from_string(TEMPLATE.read_text()).render(
         name=path.resolve().name,
-        about=[value for name in ABOUT if (value := named.get(name))],
-        steps=recipe.get("steps"),
-        train=train,
-        evaluations=evaluations,
+        recipe=read_values(path / "recipe.yaml"),
         figures=key_figures(rows),
         decisions=decided(read_json(path / "decisions.json")),
-        reward=data_uri(draw_reward(rows)),
+        curves=[(panel, data_uri(draw_curves([panel]))) for panel in panels_of(rows)],
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
+        held=memory_held(rows),
         stages=longest_stages(rows),
         planned=planned_and_measured(rows, read_json(path / "plan.json")),
         within=WITHIN,
         under=UNDER,
-        tabulated=tabulated,
+        evaluations=tabulated(of_kind(rows, "eval")),
+        train=tabulated(of_kind(rows, "train")),
         samples=newest_samples(path),
         columns=COLUMNS,
         environment=read_json(path / "environment.json"),
-        recipe=(path / "recipe.yaml").read_text(),
+        recipe_text=(path / "recipe.yaml").read_text(),
     )
 
 
 def decided(decisions: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return name, value and reason of each decision."""
     reasons = decisions.pop("reasons", {})
-    values = ((name, shown(value)) for name, value in decisions.items())
-    return [(name, value, reasons.get(name, "")) for name, value in values]
+    return [(name, shown(value), reasons.get(name, "")) for name, value in decisions.items()]
 
 
 def key_figures(rows: Sequence[Row]) -> dict[str, str]:
     """Return the available key figures of a run by name."""
     figures = {}
-    if rewards := [row["reward"] for row in of_kind(rows, "train", "reward")]:
+    if rewards := _values(rows, "train", "reward"):
         figures["reward, first and last step"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
-    if correct := [100 * row["correct"] for row in of_kind(rows, "eval", "correct")]:
-        figures["held-out, correct"] = f"{correct[0]:.0f} % → {correct[-1]:.0f} %"
-    keys = ("step_seconds", "tokens_per_second", "hidden_seconds")
-    if timed := of_kind(rows, "train", "stages", *keys):
-
-        def median(key: str) -> float:
-            return statistics.median(row[key] for row in timed)
-
-        switches = [switch_seconds(row) for row in timed]
-        share = statistics.median(map(truediv, switches, [row["step_seconds"] for row in timed]))
-        figures |= {
-            "step, median": f"{median('step_seconds'):.2f} s",
-            "switch, median": f"{statistics.median(switches):.3f} s, {share:.1%} of the step",
-            "overlapped moves, median": f"{median('hidden_seconds'):.3f} s",
-            "tokens per second, median": f"{median('tokens_per_second'):,.0f}",
-        }
-    if sent := [
-        size for row in of_kind(rows, "train", "sync") if (size := row["sync"].get("node_bytes"))
-    ]:
-        figures["between machines in a sync"] = format_bytes(sent[-1])
-    if mismatches := [row["mismatch_mean"] for row in of_kind(rows, "train", "mismatch_mean")]:
-        median_mismatch = statistics.median(mismatches)
-        figures["log-probability mismatch, median"] = f"{median_mismatch:.1e}"
+    if correct := _values(rows, "eval", "correct"):
+        figures["held-out, correct"] = f"{correct[0]:.0%} → {correct[-1]:.0%}"
+    for key, (label, form) in MEDIANS.items():
+        if values := _values(rows, "train", key):
+            figures[f"{label}, median"] = form.format(median(values))
+    if timed := of_kind(rows, "train", "stages", "step_seconds"):
+        share = sum(map(switch_seconds, timed)) / sum(row["step_seconds"] for row in timed)
+        seconds = median(map(switch_seconds, timed))
+        figures["switch, median"] = f"{seconds:.3f} s, {share:.1%} of a step"
+    sent = [sync.get("node_bytes", 0) for sync in _values(rows, "train", "sync")]
+    if any(sent):
+        figures["between machines in a sync"] = format_bytes(max(sent))
     return figures
+
+
+def _values(rows: Sequence[Row], kind: str, key: str) -> list[Any]:
+    return [row[key] for row in of_kind(rows, kind, key)]
+
+
+def memory_held(rows: Sequence[Row]) -> str:
+    """Return a sentence about the bytes of the tags in each phase of the newest step, if any."""
+    phases = [{}, *_values(rows, "train", "memory")][-1]
+    rollout, train = (Counter[str](phases.get(phase)) for phase in ("rollout", "train"))
+    sizes = [format_bytes(held.total()) for held in (rollout, train, rollout | train)]
+    if rollout == train:
+        return f"Every tag stayed on the device: {sizes[0]}." if phases else ""
+    return "Tags held {} in phase rollout, {} in phase train; together they need {}.".format(*sizes)
 
 
 def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
@@ -121,19 +126,28 @@ def newest_samples(path: Path) -> dict[str, list[list[Any]]]:
     tables: dict[str, list[list[Any]]] = {}
     recorded = read_samples(path)
     for kind, title in (("eval", "evaluation"), ("train", "step")):
-        samples = [sample for sample in recorded if sample["kind"] == kind]
-        newest = [sample for sample in samples if sample["step"] == samples[-1]["step"]]
-        if newest:
-            updates = newest[0]["step"]
-            name = f"Answers of the newest {title} ({updates})"
+        samples = of_kind(recorded, kind)
+        if newest := [sample for sample in samples if sample["step"] == samples[-1]["step"]]:
+            name = f"Answers of the newest {title} ({newest[0]['step']})"
             tables[name] = [list(map(_brief, cells(sample))) for sample in newest]
     return tables
 
 
+def tabulated(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of figures in their order in rows, and a line of cells for every row.
+
+    Seconds of stages and bytes, of which a row has many, are left out.
+    """
+    numbers = [numbers_of(row, BULKY) for row in rows]
+    names = sorted(dict.fromkeys(chain.from_iterable(numbers)), key=lambda name: name not in FIRST)
+    lines = [[row["step"], *map(own.get, names)] for row, own in zip(rows, numbers, strict=True)]
+    return ["step", *names], [list(map(_brief, line)) for line in lines]
+
+
 def _brief(cell: Any) -> str:
     if isinstance(cell, float):
-        return f"{cell:.4g}"
-    return "" if cell is None else shortened(str(cell))
+        return brief(cell)
+    return "–" if cell is None else shortened(str(cell))
 
 
 def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str, str]]:
@@ -144,10 +158,7 @@ def longest_stages(rows: Sequence[Row], count: int = 16) -> list[tuple[str, str,
         spent.setdefault(stage, []).append(seconds)
     whole = sum(row["step_seconds"] for row in rows)
     longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]
-    return [
-        (stage, f"{statistics.median(seconds):.3g}", f"{sum(seconds) / whole:.1%}")
-        for stage, seconds in longest
-    ]
+    return [(stage, brief(median(own)), f"{sum(own) / whole:.1%}") for stage, own in longest]
 
 
 def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -193,9 +204,7 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     return peaks
 
 
-def _compared(
-    planned: int, measured: int | None, whole: int | None = None
-) -> tuple[str, str, str, str]:
+def _compared(planned: int, measured: int | None, whole: int | None = None) -> tuple[str, ...]:
     """Format two sizes, their difference and a judgment.
 
     The judgment relates the difference to `whole` bytes if given, because an idle process holds
@@ -204,7 +213,6 @@ def _compared(
     if not measured:
         unknown = "not measured" if measured is None else format_bytes(0)
         return format_bytes(planned), unknown, "–", "" if measured is None or not planned else "✗"
-    off = 100 * (planned - measured) / measured
-    judged = 100 * (planned - measured) / (whole or measured)
-    sign = "✓" if -UNDER <= judged <= WITHIN else "✗"
-    return format_bytes(planned), format_bytes(measured), f"{off:+.1f} %", sign
+    off = 100 * (planned - measured)
+    sign = "✓" if -UNDER <= off / (whole or measured) <= WITHIN else "✗"
+    return format_bytes(planned), format_bytes(measured), f"{off / measured:+.1f} %", sign

@@ -49,13 +49,15 @@ from recipes.loops.figures import renamed
 ENVIRONMENT = "environment.json"
 LOCK = ".lock"
 OUTSIDE = "outside.json"
+MARKS = ("recipe.yaml", METRICS)
+"""Files that together mark the folder of a run; a project folder may hold a recipe.yaml."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
 
 
-def check_holds_run(option: str, path: Path, file: str = "recipe.yaml") -> None:
-    """Raise a RecipeError unless the folder that an option names has this file of a run."""
-    if not (path / file).is_file():
-        rule = f"holds no run (no {file}); give the folder that memsaver run printed"
+def check_holds_run(option: str, path: Path, marks: Sequence[str] = MARKS) -> None:
+    """Raise a RecipeError unless the folder that an option names has these files of a run."""
+    if missing := [name for name in marks if not (path / name).is_file()]:
+        rule = f"holds no run (no {missing[-1]}); give the folder that memsaver run printed"
         raise RecipeError(f"{option} {path}: {rule}")
 
 
@@ -77,7 +79,7 @@ def new_folder(path: Path | None, recipe: str) -> Iterator[Path]:
         try:
             yield path
         finally:
-            if not (path / "metrics.jsonl").exists():
+            if not (path / METRICS).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -87,9 +89,8 @@ def newest_run(parent: Path = Path("runs")) -> Path:
     Raises:
         RecipeError: There is no such run.
     """
-    runs = [recipe.parent for recipe in parent.glob("*/recipe.yaml")]
-    files = [run / METRICS for run in runs if (run / METRICS).is_file()]
-    files = [file for file in files if file.stat().st_size]
+    files = [file for file in parent.glob(f"*/{METRICS}") if file.stat().st_size]
+    files = [file for file in files if file.with_name("recipe.yaml").is_file()]
     if not files:
         rule = f"no run under {parent}/ has begun"
         raise RecipeError(f"--resume: {rule}; name its folder: memsaver run --resume DIR")
@@ -110,10 +111,12 @@ def _make(path: Path) -> Path:
     with contextlib.suppress(OSError):
         path.rmdir()  # Replace an empty folder, so that its owner is this user.
     try:
-        path.mkdir(parents=True)
+        # The working folder and a mounted folder cannot be replaced, even if they are empty.
+        path.mkdir(parents=True, exist_ok=path.is_dir() and not any(path.iterdir()))
     except OSError as error:
-        why = f"{error.strerror}; give another folder"
-        if (path / "metrics.jsonl").exists():
+        taken = isinstance(error, FileExistsError)
+        why = f"{'is no empty folder' if taken else error.strerror}; give another folder"
+        if (path / METRICS).exists():
             why = f"already holds a run; use --resume {path}, or another folder"
         raise RecipeError(f"--run-dir {path}: {why}") from None
     return path

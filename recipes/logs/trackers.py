@@ -226,9 +226,8 @@ class MlflowTracker(Tracker):
         with self._library.start_run(run_id=run_id, run_name=name) as run:
             self._id = str(run.info.run_id)
             if run_id is None:  # A parameter of a run can be set once.
-                self._library.log_params(
-                    {key: str(value)[:500] for key, value in flat(config, ".")}
-                )
+                settings = {key: str(value)[:500] for key, value in flat(config, ".")}
+                self._library.log_params(settings)
         # The active run belongs to this thread, so the thread of `log` names the run by its id.
         self._client = self._library.MlflowClient()
         self._client.update_run(self._id, status="RUNNING")
@@ -267,7 +266,11 @@ class PrometheusTracker(Tracker):
         registry = self._library.CollectorRegistry()
         for part, (gauge, text, labels) in GAUGES.items():
             self._gauges[part] = self._library.Gauge(gauge, text, labels, registry=registry)
-        self._server, _ = self._library.start_http_server(self._port, registry=registry)
+        try:
+            self._server, _ = self._library.start_http_server(self._port, registry=registry)
+        except OSError as error:
+            text = f"port {self._port} cannot be opened, and prometheus:PORT names another"
+            raise OSError(f"{text}: {error.strerror}") from error
         return None
 
     def log(self, figures: Mapping[str, float], step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -13,23 +14,26 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from recipes.logs.metric_rows import qualities, switch_seconds
+from recipes.errors import counted
+from recipes.logs.metric_rows import QUALITY, switch_seconds
 
 NOTABLE = 1e-3  # seconds of overlapped moves that are shown
 QUIET = 60.0  # seconds of a stage after which a log says that it still runs
-COUNTED = {"groups_without_signal": "groups without signal", "faults": "faults of rewards"}
+COUNTED = {"groups_without_signal": ("group", "without signal"), "faults": ("fault", "of rewards")}
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
 def describe(row: Mapping[str, Any]) -> str:
     """Return one line about a row of metrics.jsonl, with figures separated by bars."""
     if row["kind"] == "eval":
-        shares = ", ".join(f"{name} {value:.3f}" for name, value in qualities(row).items())
-        return f"{shares} on {row['problems']} held-out problems after {row['step']} updates"
+        names = [name for name in row if re.fullmatch(QUALITY, name)]
+        shares = ", ".join(f"{name} {row[name]:.3f}" for name in names)
+        problems = counted(row["problems"], "held-out problem")
+        return f"{shares} on {problems} after {counted(row['step'], 'update')}"
     spread = row.get("reward_std")
     parts = [
         f"reward {_decimal(row)}" + (f" ± {spread:.3f}" if spread is not None else ""),
-        *(f"{row[key]} {words}" for key, words in COUNTED.items() if row.get(key)),
+        *(f"{counted(row[key], noun)} {of}" for key, (noun, of) in COUNTED.items() if row.get(key)),
         *([f"{row['overflows']:.2g} overflows per update"] if row.get("overflows") else []),
         f"correct {_decimal(row, 'correct')}",
         *([] if "loss" in row else ["no update of the policy"]),

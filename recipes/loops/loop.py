@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Self
 
 from recipes.config.recipe import Recipe
-from recipes.errors import ScorerError
+from recipes.errors import ScorerError, counted
 from recipes.loops.evaluation import Standing, evaluate, failures, standing
 from recipes.loops.figures import renamed
 from recipes.loops.sampling import Samples, generate_sequences, rewarded, with_length_penalty
@@ -313,8 +313,9 @@ class Loop(abc.ABC):
         self.sink.answered(evaluation.samples, evaluation.scores)
         self.sink.row(row)
         if self.setup.recipe.eval.best and (lost := failures(row)):
-            rule = f"{lost} answers lost their rewards to failures of reward functions"
-            self.sink.note(f"evaluation after {self.updates} updates: {rule}: cannot be the best")
+            rule = f"failures of reward functions left {counted(lost, 'answer')} without a reward"
+            place = f"evaluation after {counted(self.updates, 'update')}"
+            self.sink.note(f"{place}: {rule}: cannot be the best")
 
 
 def schedule_of(recipe: Recipe, steps: int, updates: int) -> Schedule:

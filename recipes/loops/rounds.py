@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipes.config.recipe import Recipe
+from recipes.errors import counted
 from recipes.loops.advantages import with_signal
 from recipes.loops.loop import Loop, Scoring, require_reward
 from recipes.loops.sampling import Samples, usable
@@ -66,7 +67,7 @@ def sample_groups(loop: Loop, step: int) -> Sampled:
     with loop.stage("select_groups"):
         require_reward(scores)
     if not any(signal):
-        drawn = f"{len(signal)} groups of {len(parts)} generations"
+        drawn = f"{counted(len(signal), 'group')} of {counted(len(parts), 'generation')}"
         loop.sink.note(f"step {step}: no update: none of {drawn} has signal")
     taken = [index for index in range(len(scores)) if signal[index // recipe.samples_per_prompt]]
     figures = {"groups_sampled": len(signal), "sampling_rounds": len(parts)}

@@ -27,7 +27,7 @@ from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.logs.run_folder import OUTSIDE, check_holds_run, read_json
 from recipes.planner.memory_plan import MemoryPlan, PlanRequest, placed
 from recipes.planner.remedies import plan_with_remedies
-from recipes.planner.sizes import GIB
+from recipes.planner.sizes import GIB, MIB
 from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import described_model, encoded_tasks
@@ -70,7 +70,7 @@ def plan_of(recipe: Recipe, name: str, *, gpu: str | None, **how: Any) -> Memory
     Args:
         recipe: The recipe.
         name: Title of the plan.
-        gpu: GPU to plan for, as `placed` takes it; None: that of the recipe's cluster.
+        gpu: GPU to plan for, as `placed` takes it; None: the recipe's device.
         **how: Further fields of `PlanRequest`; `prompt_tokens` are in place of the task's.
 
     Raises:
@@ -96,6 +96,7 @@ def plan_of(recipe: Recipe, name: str, *, gpu: str | None, **how: Any) -> Memory
         return plan_with_remedies(recipe, first_decisions(recipe, directory), request)
 
 
+_SMALL = 10 * GIB  # bytes of a device below which a table is in MiB
 _WIDTH = 132  # columns of output that goes to no terminal
 
 
@@ -119,9 +120,11 @@ def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     if plan.rollout_devices:
         many = f", {plan.devices} with a trainer and {plan.rollout_devices} with an engine only"
     on = f"; {plan.machines} machines" if plan.machines > 1 else ""
-    show(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}{on}")
+    size = format_bytes(plan.gpu.total) + (" of host memory" if plan.gpu.on_host else "")
+    show(f"planned for: {plan.gpu.name}, {size}{many}{on}")
     room = "" if plan.host_room is None else f"; at most {format_bytes(int(plan.host_room))} fit"
-    show(f"host: {format_bytes(plan.host_bytes)} on each machine{room}")
+    if not plan.gpu.on_host:
+        show(f"host: {format_bytes(plan.host_bytes)} on each machine{room}")
     most = f"at most {plan.most_kv_tokens:,} fit at every stage"
     show(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}")
     for line in plan.decisions.lines:
@@ -140,17 +143,25 @@ def _width_of(table: Table) -> int:
     return Console(width=1000).measure(table).maximum
 
 
-def _table(plan: MemoryPlan, parts: dict[str, list[float]], bars: bool = False) -> Table:
-    """Build a table with a row for each stage and a column for each part (GiB by stage).
+def _table(plan: MemoryPlan, parts: dict[str, list[int]], bars: bool = False) -> Table:
+    """Build a table with a row for each stage and a column for each part (bytes by stage).
 
-    With bars, headings stay on one line.
+    A small plan is shown in MiB. With bars, headings stay on one line.
     """
-    title = f"{escape(plan.name)}: GiB of the fullest GPU"
+    small = max(stage.device_bytes for stage in plan.rows) < _SMALL
+    unit, digits = (MIB, 0) if small else (GIB, 2)
+    device, saved = ("RAM", "saved") if plan.gpu.on_host else ("GPU", "host")
+    memory = "host memory" if plan.gpu.on_host else "the fullest GPU"
+    title = f"{escape(plan.name)}: {'MiB' if small else 'GiB'} of {memory}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+    def cell(nbytes: int) -> str:
+        return f"{nbytes / unit:.{digits}f}" if nbytes else "-"
+
     table.add_column("stage", no_wrap=True)
     if bars:
         table.add_column("", no_wrap=True)
-    for name in ("GPU", *parts, "host"):
+    for name in (device, *parts, saved):
         heading = name if bars else name.replace("_", "\n")
         table.add_column(heading, justify="right", no_wrap=True)
     for place, stage in enumerate(plan.rows):
@@ -160,9 +171,9 @@ def _table(plan: MemoryPlan, parts: dict[str, list[float]], bars: bool = False) 
         table.add_row(
             stage.stage,
             *([bar] if bars else []),
-            Text(f"{stage.device_bytes / GIB:.2f}", style="bold red" if over else "bold"),
-            *(f"{values[place]:.2f}" if values[place] else "-" for values in parts.values()),
-            f"{stage.host / GIB:.2f}" if stage.host else "-",
+            Text(cell(stage.device_bytes), style="bold red" if over else "bold"),
+            *(cell(values[place]) for values in parts.values()),
+            cell(stage.host),
         )
     return table
 
@@ -174,11 +185,14 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
     from recipes.logs.pictures import looks, save_picture
 
     parts = _parts(plan)
+    if plan.gpu.on_host:
+        parts["saved"] = [stage.host for stage in plan.rows]
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.rows)))
     axes = figure.subplots()
     names = [stage.stage for stage in plan.rows]
     left = [0.0] * len(names)
-    for part, values in parts.items():
+    for part, sizes in parts.items():
+        values = [nbytes / GIB for nbytes in sizes]
         axes.barh(names, values, 0.72, left, label=part, **looks(parts)[part])
         left = [low + value for low, value in zip(left, values, strict=True)]
     axes.axvline(plan.gpu.total / GIB, color="#222222", linestyle="--", linewidth=1.1)
@@ -189,22 +203,25 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
     save_picture(figure, file, bbox_inches="tight")
 
 
-def _parts(plan: MemoryPlan) -> dict[str, list[float]]:
-    """Return GiB of each stage: of every tag, of torch in all processes, and of contexts."""
-    parts: dict[str, list[float]] = {}
+def _parts(plan: MemoryPlan) -> dict[str, list[int]]:
+    """Return bytes of each stage: of every tag, of torch in all processes, and of contexts.
+
+    On a CPU, processes have no contexts, and their own memory counts.
+    """
+    parts: dict[str, list[int]] = {}
     tags = chain.from_iterable(stage.tags.items() for stage in plan.rows)
     for tag in dict.fromkeys(tag for tag, nbytes in tags if nbytes):
-        parts[tag] = [stage.tags.get(tag, 0) / GIB for stage in plan.rows]
-    parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.rows]
-    parts["contexts"] = [stage.contexts / GIB for stage in plan.rows]
-    return parts
+        parts[tag] = [stage.tags.get(tag, 0) for stage in plan.rows]
+    parts["torch"] = [sum(stage.torch.values()) for stage in plan.rows]
+    own = "process" if plan.gpu.on_host else "contexts"
+    return {**parts, own: [stage.contexts for stage in plan.rows]}
 
 
-def _sums(plan: MemoryPlan) -> dict[str, list[float]]:
+def _sums(plan: MemoryPlan) -> dict[str, list[int]]:
     """Return `_parts` with one sum for the trainer's tags and one for the engine's."""
     parts = _parts(plan)
-    sums = {"trainer": [0.0] * len(plan.rows), "engine": [0.0] * len(plan.rows)}
+    sums = {"trainer": [0] * len(plan.rows), "engine": [0] * len(plan.rows)}
     for name in [*parts][:-2]:
         side = "engine" if name in ENGINE_TAGS else "trainer"
-        sums[side] = [sum(pair) for pair in zip(sums[side], parts[name], strict=True)]
-    return {**sums, "torch": parts["torch"], "contexts": parts["contexts"]}
+        sums[side] = [sum(pair) for pair in zip(sums[side], parts.pop(name), strict=True)]
+    return {**sums, **parts}

@@ -5,13 +5,12 @@ from typing import Any
 
 from recipes.child_process import ChildError, call_in_child
 from recipes.config.decisions import Decisions
-from recipes.config.recipe import Recipe
 from recipes.planner.memory_plan import MemoryPlan, PlanRequest
 from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import of_device
-from recipes.setup.model_decisions import unplanned
+from recipes.setup.model_decisions import unplanned, without_moves
 from recipes.setup.preparation import Setup
-from rollout.tag_names import CUDA_GRAPH, WEIGHTS
+from rollout.tag_names import CUDA_GRAPH
 
 PATIENCE = 300.0
 """Seconds that a run waits for its plan; the largest plans take about 30."""
@@ -34,7 +33,7 @@ def decide(
     """
     recipe, decisions = setup.recipe, setup.decisions
     if total is None:
-        return _without_moves(decisions, recipe), None
+        return without_moves(decisions, recipe), None
     if not decisions.open:
         return decisions, None
     try:
@@ -69,13 +68,3 @@ def plan_apart(setup: Setup, total: int, outside: int | None = None) -> MemoryPl
     how: dict[str, Any] = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "patience": PATIENCE}
     asked = setup.recipe, setup.decisions, request
     return call_in_child(plan_with_remedies, *asked, **how, quiet=True)
-
-
-def _without_moves(decisions: Decisions, recipe: Recipe) -> Decisions:
-    """Return the decisions of a run on a CPU, where all tags stay unless the recipe names some."""
-    stays = [tag for tag in recipe.present_tags() if not (decisions.alias and tag == WEIGHTS)]
-    why = "a CPU uses host memory, so moving tags gains nothing"
-    if not recipe.cluster.colocate:
-        why = "no engine shares a device with the trainer (cluster.colocate=false)"
-    line = f"stays: {', '.join(stays)}; {why}"
-    return unplanned(decisions.decided({"resident": line}, resident=tuple(stays)))

@@ -330,14 +330,15 @@ def planned_trainer(
     *,
     prompt_tokens: int,
     workspace_bytes: int,
+    caches: bool = True,
 ) -> Iterator[tuple[Callable[[Decisions], Setup], PlannedTrainer]]:
     """Build the recipe's trainer on a planned device, for dry runs with any further decisions.
 
     `directory` is the model's folder, and every prompt has `prompt_tokens` tokens. The function
     makes the setup of a dry run, whose answers depend on its micro batch. Both live inside the
-    block.
+    block. `workspace_bytes` and `caches` are as in `PlannedDevice`.
     """
-    device = PlannedDevice(workspace_bytes)
+    device = PlannedDevice(workspace_bytes, caches)
     if recipe.trainer.optimizer == "adamw_8bit":
         code_tables()  # An import on the planned device would leave tensors without content.
     with _alone_among(recipe.cluster.size) as mesh, device, _frozen():

@@ -23,7 +23,7 @@ from recipes.logs.peaks import ROLLOUT_GPU
 from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
 from recipes.planner.planned_device import PAGE
 from recipes.planner.planned_sides import NO_ENGINE, EngineSizes
-from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu
+from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, of_host
 from recipes.planner.stage_plan import StagePlan, always_awake
 from recipes.setup.pool import pool_fault, request_tokens
 from recipes.setup.preparation import check_context
@@ -41,7 +41,8 @@ PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, librarie
 _SPARE = 256 * MIB
 _ERROR = 0.03  # share of a GPU by which a plan may be off
 _WORTH = 0.01  # share of a shortage that a change must be able to free
-_LARGER_GPUS = "take more or larger GPUs (--gpu)"
+_LARGER = {False: "take more or larger GPUs (--gpu)", True: "take a machine with more memory"}
+"""Remedies of a shortage by whether the device is a CPU."""
 
 
 Outside = dict[str, int | None]
@@ -215,7 +216,8 @@ class Planning:
             ValueError: This process is part of a torch.distributed group.
         """
         card, recipe = self._gpu, self._recipe
-        given = {"prompt_tokens": self._prompt, "workspace_bytes": card.workspace}
+        given: dict[str, Any] = {"prompt_tokens": self._prompt, "caches": not card.on_host}
+        given["workspace_bytes"] = card.workspace
         # What shares a GPU with the trainer.
         beside = self._engine if recipe.cluster.colocate else NO_ENGINE
         how: dict[str, Any] = {"room": card.total - card.contexts, "staged": self._request.staged}
@@ -236,7 +238,7 @@ class Planning:
             machines=cluster.machines,
             rollout_stages=awake,
             host_bytes=host_bytes,
-            host_room=_host_room(recipe),
+            host_room=_host_room(recipe, self._gpu),
             kv_tokens=self._tokens,
             most_kv_tokens=0,
             token_bytes=self._token_bytes,
@@ -253,22 +255,27 @@ class Planning:
 def _of_device_and_host(
     run: DryRun, recipe: Recipe, decisions: Decisions, card: Gpu, engine: EngineSizes
 ) -> tuple[tuple[StagePlan, ...], int]:
-    """Return the stages and the bytes of host memory on one machine."""
+    """Return the stages and the bytes of host memory on one machine.
+
+    On a CPU, saved content takes the memory of the device, which keeps it for the next time.
+    """
     cluster = recipe.cluster
+    tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
+    asleep = engine.weights if recipe.engine.sleep_level == 1 and cluster.colocate else 0
     stay = {*decisions.resident, *([PARAMS] if decisions.alias else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
+    kept = sum(saved.values()) + run.host + asleep
     stages = []
     for stage, entry in run.stages.items():
         held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
         held["tags"].pop(PAGE_POOL, None)  # pages that are about to be a tag's
         absent = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
-        host = cluster.n_gpus_per_node * (absent + run.host)
-        used, contexts = entry["device_bytes"], card.contexts
+        host, used = cluster.n_gpus_per_node * (absent + run.host), entry["device_bytes"]
+        if card.on_host:
+            host, used = kept + tier, used + kept + tier
+        contexts = card.contexts
         stages.append(StagePlan(stage=stage, used=used, contexts=contexts, host=host, **held))
-    tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
-    asleep = engine.weights if recipe.engine.sleep_level == 1 and cluster.colocate else 0
-    host = cluster.n_gpus_per_node * (sum(saved.values()) + run.host + asleep)
-    host += cluster.engines_per_node * tier
+    host = cluster.n_gpus_per_node * kept + cluster.engines_per_node * tier
     return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
 
@@ -281,7 +288,7 @@ def _notes(recipe: Recipe, request: PlanRequest, outside: Outside | None) -> Ite
         yield f"{recipe.engine.kind} and contexts hold {held / GIB:.2f} GiB outside of tags, {how}"
     elif not request.gpu.measured:
         yield f"contexts on {request.gpu.name} are assumed to be those of the H100"
-    if recipe.cluster.apart and not recipe.engine.hosted:
+    if recipe.cluster.apart and not (recipe.engine.hosted or request.gpu.on_host):
         yield "a single process on a GPU is assumed to have half of the contexts of two"
     if recipe.cluster.machines > 1:
         yield "NCCL's memory for syncs between machines is not in the plan"
@@ -295,6 +302,8 @@ def _contexts(recipe: Recipe, request: PlanRequest) -> tuple[int, int, Outside |
     With a hosted engine, they hold all its memory outside of tags, which is the third result.
     """
     cluster, both, outside = recipe.cluster, request.gpu.contexts, None
+    if request.gpu.on_host:
+        return both, both // 2, None
     trainer = group_bytes(cluster.size, bool(recipe.checkpoint.every))
     engine = GROUP_BYTES if recipe.engine.tensor_parallel_size > 1 else 0
     groups = trainer + engine
@@ -308,22 +317,25 @@ def _contexts(recipe: Recipe, request: PlanRequest) -> tuple[int, int, Outside |
     return own, single + engine, outside
 
 
-def _host_room(recipe: Recipe) -> float | None:
+def _host_room(recipe: Recipe, card: Gpu) -> float | None:
     """Return the bytes that processes may take of a machine: their own and the pinnable share."""
-    if recipe.cluster.host_gib is None:
+    if recipe.cluster.host_gib is None or card.on_host:
         return None
     own = PROCESS_HOST * recipe.cluster.ranks_per_node
     usable = (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
     return own + pinned_arena.SHARE * (usable - own)
 
 
-def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
+def placed(recipe: Recipe, gpu: str | None) -> tuple[Recipe, Gpu]:
     """Return the recipe placed on the given GPUs (h100-80gb, h100-80gb:8), and one of the GPUs.
 
-    Without `gpu`, the GPUs are those of the recipe's cluster.
+    Without `gpu`, the device is the CPU of a recipe with device=cpu, else a GPU of its cluster.
     """
-    if isinstance(gpu, Gpu):
-        return recipe, gpu
+    if recipe.device == "cpu" and gpu is None:
+        engine = dataclasses.replace(recipe.engine, cuda_graphs=False)
+        return dataclasses.replace(recipe, engine=engine), of_host(recipe)
+    if recipe.device == "cpu":
+        recipe = dataclasses.replace(recipe, device="auto")
     card, count = find_gpu(gpu or recipe.cluster.gpu)
     return (recipe if count is None else _on(recipe, count)), card
 
@@ -341,8 +353,7 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     cluster = dataclasses.replace(
         recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node
     )
-    driver = "ray" if devices > 1 else recipe.driver
-    placed = dataclasses.replace(recipe, cluster=cluster, driver=driver)
+    placed = dataclasses.replace(recipe, cluster=cluster)
     if faults := broken_rules(placed):
         raise RecipeError(f"--gpu :{devices}: {'; '.join(line for _, line in faults)}")
     return placed
@@ -361,16 +372,17 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
     "engine" is about stages with a KV pool, "trainer" about all other stages, "host" about the
     host's memory, and "request" about the longest request.
     """
-    shortages = {}
+    shortages, larger = {}, _LARGER[plan.gpu.on_host]
+    where = "of host memory" if plan.gpu.on_host else f"on each {plan.gpu.name}"
     short = [stage for stage in plan.rows if stage.device_bytes > plan.room]
     for kind, with_kv in (("engine", True), ("trainer", False)):
         if stages := [stage for stage in short if bool(stage.tags.get(KV_CACHE)) == with_kv]:
             # Among equally full stages, name the first with a KV pool, else the last: training.
             worst = _fullest(stages[::-1] if with_kv else stages)
             missing = worst.device_bytes - plan.room
-            text = f"{worst.stage} is short of {missing / GIB:.1f} GiB on each {plan.gpu.name}"
+            text = f"{worst.stage} is short of {missing / GIB:.1f} GiB {where}"
             ways = _ways(plan, recipe, worst, missing)
-            shortages[kind] = Shortage(missing, text, _LARGER_GPUS, ways)
+            shortages[kind] = Shortage(missing, text, larger, ways)
     if plan.host_room is not None and plan.host_bytes > plan.host_room:
         missing = plan.host_bytes - math.floor(plan.host_room)
         machine = f"a machine of {recipe.cluster.host_gib:g} GiB"
@@ -379,7 +391,7 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
         shortages["host"] = Shortage(missing, text, machines, _ways_of_host(recipe))
     if fault := pool_fault(recipe, prompt_tokens, plan.kv_tokens):
         need, (text, remedy) = request_tokens(recipe, prompt_tokens), fault
-        remedy = remedy if need <= plan.most_kv_tokens else _LARGER_GPUS
+        remedy = remedy if need <= plan.most_kv_tokens else larger
         shortages["request"] = Shortage(need - plan.kv_tokens, text, remedy)
     return shortages
 

@@ -97,7 +97,8 @@ class _PlannedStorage(torch.UntypedStorage):
 class PlannedDevice(TorchDispatchMode):
     """Dispatch mode that sends the allocations of operations to a `CachingAllocator`.
 
-    Each thread that multiplies matrices takes a workspace of cuBLAS of `workspace_bytes`.
+    Each thread that multiplies matrices takes a workspace of cuBLAS of `workspace_bytes`. Without
+    `caches`, as on a CPU, freed memory is not kept.
 
     Attributes:
         allocator: Model of torch's allocator.
@@ -105,8 +106,9 @@ class PlannedDevice(TorchDispatchMode):
         host_bytes: Bytes allocated on the host until the process ends.
     """
 
-    def __init__(self, workspace_bytes: int) -> None:
+    def __init__(self, workspace_bytes: int, caches: bool = True) -> None:
         super().__init__()
+        self._caches = caches
         self.allocator = CachingAllocator()
         self.emptied = 0
         self.host_bytes = 0
@@ -245,6 +247,8 @@ class PlannedDevice(TorchDispatchMode):
         self._held[key] = nbytes
         if before:
             self.allocator.free(key)
+            if not self._caches:
+                self.allocator.empty_cache()
         if nbytes:
             self.allocator.allocate(key, nbytes, stream)
         else:

@@ -16,8 +16,9 @@ class StagePlan:
         processes: Bytes of tags and torch by process, each at its peak.
         torch: The part of torch in `processes`.
         tags: Bytes by tag.
-        contexts: Bytes of the contexts of both processes.
-        host: Bytes on one machine of saved content and of an optimizer on the host.
+        contexts: Bytes of the contexts of both processes; on a CPU, of the processes themselves.
+        host: Bytes on one machine of saved content and of an optimizer on the host; on a CPU they
+            are part of `used`.
     """
 
     stage: str

@@ -22,6 +22,7 @@ from recipes.planner.memory_plan import MemoryPlan, Planning, PlanRequest
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
 from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
+from recipes.setup.model_decisions import without_moves
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
 # Seconds, measured on H100: to unmap, clear and map a GiB again; to cast, copy and compare a GiB of
@@ -46,6 +47,8 @@ def plan_switch(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> M
     """
     planning = Planning(recipe, decisions, request)
     with planning.begun() as make_plan:
+        if request.gpu.on_host:
+            return make_plan(without_moves(decisions, recipe))
         planner = _SwitchPlanner(recipe, make_plan)
         if "micro_batch_size" in decisions.open:
             return planner.with_size(decisions, planning.elements)

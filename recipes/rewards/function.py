@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from recipes.errors import RecipeError, one_line, shown
+from recipes.errors import RecipeError, counted, one_line, shown
 from recipes.importing import import_function
 from recipes.rewards.packaged import PACKAGED
 from recipes.rewards.reward_set import RewardSet, Source, is_scorer
@@ -138,7 +138,8 @@ class RewardFunction:
             results = self._result(self._call(self._lists(answers)))
             results = [None] * len(answers) if results is None else list(results)
             if len(results) != len(answers):
-                raise _RefusedCall(f"returned {len(results)} rewards for {len(answers)} answers")
+                got, due = counted(len(results), "reward"), counted(len(answers), "answer")
+                raise _RefusedCall(f"returned {got} for {due}")
         except FAULTS as error:
             several = any(answer.prompt != answers[0].prompt for answer in answers)
             return [] if several else [Score(fault=_fault(error))] * len(answers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.errors import RecipeError, one_line, shown
+from recipes.errors import RecipeError, counted, one_line, shown
 from recipes.rewards.packaged import IN_PROCESS, PACKAGED
 from recipes.rewards.score import Answer, Score, Scored, as_reward
 
@@ -51,7 +51,7 @@ class RewardSet:
         count, weights = len(self.functions), [f"{weight:g}" for weight in self.weights]
         if weights and len(weights) != count:
             setting = f"{self.key}.reward_weights={shown(weights)}"
-            rule = f"has {len(weights)} numbers for {count} reward functions"
+            rule = f"has {counted(len(weights), 'number')} for {counted(count, 'reward function')}"
             raise RecipeError(f"{setting}: {rule}; set one for each")
         named = [source for source in self.functions if isinstance(source, str)]
         if twice := [name for name in named if named.count(name) > 1]:

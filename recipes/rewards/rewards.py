@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Self
 
-from recipes.errors import RecipeError, ScorerError, one_line
+from recipes.errors import RecipeError, ScorerError, counted, one_line
 from recipes.rewards.function import RewardFunction
 from recipes.rewards.reward_set import RewardSet, evaluates, is_linear, is_scorer
 from recipes.rewards.score import Answer, Score, Scored
@@ -172,7 +172,8 @@ class Rewards:
     def _checked(self, scored: list[Scored], required: bool) -> list[Scored]:
         faults = [item.fault for item in scored if item.fault]
         if faults:
-            more = f" ({len(faults) - 1} more answers failed)" if len(faults) > 1 else ""
+            rest = counted(len(faults) - 1, "more answer")
+            more = f" ({rest} failed)" if len(faults) > 1 else ""
             if required and all(item.reward is None for item in scored):
                 raise ScorerError(f"no answer has a reward: {faults[0]}{more}; correct it")
             self._note(f"no reward: {faults[0]}{more}")

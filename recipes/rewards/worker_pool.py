@@ -19,7 +19,7 @@ from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from recipes.errors import ScorerError
+from recipes.errors import ScorerError, counted
 from recipes.rewards.function import Kind, too_long
 from recipes.rewards.score import Answer, Score
 from recipes.rewards.worker import SIGNALED
@@ -362,12 +362,12 @@ class Pool:
             if worker.part:
                 busy.setdefault(worker.part.function, []).append(worker.seconds)
         texts = [
-            f"{len(seconds)} calls of {self._functions[number][0]}, the longest for"
+            f"{counted(len(seconds), 'call')} of {self._functions[number][0]}, the longest for"
             f" {max(seconds):.0f} of {self._timeout:g} s"
             for number, seconds in busy.items()
         ]
         behind = sum(len(part.answers) for part in self._waiting)
-        self.state = f"{', '.join(texts)}; {behind} answers wait" if texts else ""
+        self.state = f"{', '.join(texts)}; {counted(behind, 'answer')} behind" if texts else ""
 
     def _remove(self, worker: Worker) -> str:
         """Kill a worker, which `start` replaces; return how it ended."""

@@ -1,15 +1,16 @@
-"""Decisions of a run that need its model and no plan: whether it is exact, and aliases weights."""
+"""Decisions of a run that need no plan: its driver, whether it is exact, and aliases weights."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from recipes.config.decisions import UNPLANNED_SIZE, Decisions
+from recipes.config.decisions import UNPLANNED_SIZE, Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, counted, one_line
 from rollout.model import load_model_config, whole_manifest
+from rollout.tag_names import WEIGHTS
 from trainer_bridge import TrainerConfig
 from trainer_bridge.exact import why_not_exact
 from trainer_bridge.models import FLASH, check_layout
@@ -28,8 +29,9 @@ def first_decisions(
 ) -> Decisions:
     """Return the decisions of a run, of which a plan may still have to make some.
 
-    `exact=auto` becomes warn if device, keys and model allow exact runs. `cycle.alias=auto` becomes
-    always if the engine can serve the trainer's own pages.
+    `driver=auto` becomes ray if `why_ray` names a reason. `exact=auto` becomes warn if device, keys
+    and model allow exact runs. `cycle.alias=auto` becomes always if the engine can serve the
+    trainer's own pages.
 
     Args:
         recipe: The recipe.
@@ -40,7 +42,7 @@ def first_decisions(
     Raises:
         RecipeError: `cycle.alias=always`, and the engine cannot serve the trainer's pages.
     """
-    decisions = Decisions.named(recipe)
+    decisions = _with_driver(Decisions.named(recipe), recipe)
     if before is not None:
         decisions = decisions.taking(before)
     decisions = _with_alias(_with_exact(decisions, recipe, model_dir, device), recipe, model_dir)
@@ -57,6 +59,22 @@ def first_decisions(
 def unplanned(decisions: Decisions, *names: str) -> Decisions:
     """Return the decisions with defaults for open ones among `names`, or for all without names."""
     return decisions.taking(Decisions(reasons={"micro_batch_size": UNPLANNED}), *names)
+
+
+def _with_driver(decisions: Decisions, recipe: Recipe) -> Decisions:
+    why = why_ray(recipe)
+    line = f"driver: ray ({why})" if why else "driver: inprocess (one device and no Ray cluster)"
+    return decisions.decided({"driver": line}, driver="ray" if why else "inprocess")
+
+
+def without_moves(decisions: Decisions, recipe: Recipe) -> Decisions:
+    """Return the decisions of a run on a CPU, where all tags stay unless the recipe names some."""
+    stays = [tag for tag in recipe.present_tags() if not (decisions.alias and tag == WEIGHTS)]
+    why = "a CPU uses host memory, so moving tags gains nothing"
+    if not recipe.cluster.colocate:
+        why = "no engine shares a device with the trainer (cluster.colocate=false)"
+    line = f"stays: {', '.join(stays)}; {why}"
+    return unplanned(decisions.decided({"resident": line}, resident=tuple(stays)))
 
 
 def _with_exact(
@@ -102,7 +120,7 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.cluster.apart:
-        return f"{recipe.cluster.apart} engine ranks are on other devices"
+        return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"
     if recipe.lora.rank:
         return "the engine serves merged adapters, not the trainer's pages"
     own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype

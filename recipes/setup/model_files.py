@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memsaver.system.files import cache_dir
 from recipes.errors import RecipeError, RunError, one_line
 
 TOY_TEMPLATE = (
@@ -160,7 +161,7 @@ _FETCHED_FILES = ("model.safetensors", *(f"{name}.json" for name in JSON_FILES))
 
 def models_folder() -> Path:
     """Return the folder of fetched models, where `model.path=NAME` is looked up."""
-    return Path.home() / ".cache" / "memsaver" / "models"
+    return cache_dir() / "models"
 
 
 def find_model(path: str, *, weights: bool = True) -> Path:
@@ -263,7 +264,7 @@ def convert(gguf: Path, target: Path) -> None:
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise RunError("convert", one_line(error), "run: pip install 'memsaver[models]'") from None
+        raise RunError("convert", one_line(error), "run: pip install 'memsaver[fetch]'") from None
     print(f"converting {gguf.name} to bfloat16 (about 15 s)")
     options: dict[str, Any] = {"dtype": "bfloat16", "gguf_file": gguf.name}
     if hasattr(transformers, "GgufConfig"):  # Versions without it always dequantize.

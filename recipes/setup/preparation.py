@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from recipes.config import rules
-from recipes.config.decisions import Decisions
+from recipes.config.decisions import Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.sections import LORA_MODULES, LoraSection
-from recipes.errors import RecipeError, one_line, refused, shown, writable
+from recipes.errors import RecipeError, counted, one_line, refused, shown, writable
 from recipes.importing import import_function
 from recipes.setup.model_decisions import first_decisions
 from recipes.setup.model_files import (
@@ -290,7 +290,7 @@ def resolve_device(recipe: Recipe) -> str:
     """
     count = torch.cuda.device_count() if recipe.device != "cpu" else 0
     cluster = recipe.cluster
-    rule = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
+    rule = f"torch sees {counted(count, 'GPU')} here" if count else "torch sees no GPU here"
     if 0 < count < cluster.n_gpus_per_node:  # Without a GPU, a device is one or two processes.
         raise refused("cluster.n_gpus_per_node", cluster.n_gpus_per_node, rule, count)
     if 0 < count < cluster.per_node:
@@ -324,9 +324,9 @@ def check_training(recipe: Recipe) -> None:
 
 
 def _check_packages(recipe: Recipe) -> None:
-    kind = recipe.engine.kind
+    kind, ray = recipe.engine.kind, why_ray(recipe)
     for key, needed, module, package in (
-        ("driver=ray", recipe.driver == "ray", "ray", "'memsaver[ray]'"),
+        (ray, ray, "ray", "'memsaver[ray]'"),
         (f"engine.kind={kind}", recipe.engine.hosted, kind, kind),
         ("model", True, "transformers", "'memsaver[models]'"),
     ):
@@ -341,7 +341,9 @@ def _check_prompts(recipe: Recipe, tasks: Tasks) -> None:
     for index, task in enumerate(tasks.trained):
         most, size = shares.most(index, prompts), len(task.train)
         if most > size:
-            rule = f"{task.name} has {size} training problems, and its share can be {most}"
+            rule = (
+                f"{task.name} has {counted(size, 'training problem')}, and its share can be {most}"
+            )
             fits = (n for n in range(prompts, 0, -1) if shares.most(index, n) <= size)
             raise refused(key, prompts, rule, next(fits))
 
@@ -371,5 +373,7 @@ def check_context(
 def _leaving_out(lengths: Sequence[int], limit: int) -> list[str]:
     """Return the setting that leaves longer prompts out; none if no problem would remain."""
     over = sum(length > limit for length in lengths)
-    setting = f"task.max_prompt_tokens={limit} (leaves out {over} of {len(lengths)} problems)"
+    setting = (
+        f"task.max_prompt_tokens={limit} (leaves out {over} of {counted(len(lengths), 'problem')})"
+    )
     return [setting] if over < len(lengths) else []

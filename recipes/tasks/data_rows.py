@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes.config.sections import ProblemSection
-from recipes.errors import RecipeError, one_line, shown
+from recipes.errors import RecipeError, counted, one_line, shown
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -134,7 +134,7 @@ def _jsonl(file: Path) -> Iterator[DataRow]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 place = f"{file.name}, line {number}"
-                yield _object(place, _parsed(place, line))
+                yield _object(place, _parsed(place, line.rstrip()))
 
 
 def _json(file: Path) -> Iterator[DataRow]:
@@ -153,7 +153,10 @@ def _parsed(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{place}: is no JSON: {one_line(error)}; correct it") from None
+        why = one_line(error)
+        if "\n" not in text:  # The place names the line.
+            why = why.replace(": line 1 column", ": column")
+        raise BadRow(f"{place}: is no JSON: {why}; correct it") from None
 
 
 def _object(place: str, values: Any) -> DataRow:
@@ -177,7 +180,7 @@ def _csv(file: Path) -> Iterator[DataRow]:
             for fields in filter(None, reader):
                 place = f"{file.name}, line {reader.line_num}"
                 if len(fields) != len(header):
-                    rule = f"has {len(fields)} fields, and the header has {len(header)}"
+                    rule = f"has {counted(len(fields), 'field')}, and the header has {len(header)}"
                     raise BadRow(f"{place}: {rule}; quote fields that have commas")
                 yield DataRow(place, dict(zip(header, fields, strict=True)))
         except csv.Error as error:

@@ -96,7 +96,7 @@ def _dataset(section: ProblemSection, name: str, options: dict[str, Any], place:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        rule = f"needs reasoning-gym ({one_line(error)}); run: pip install 'memsaver[models]'"
+        rule = f"needs reasoning-gym ({one_line(error)}); run: pip install 'memsaver[data]'"
         raise RecipeError(f"{place}.name={section.name}: {rule}") from None
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=1) or ["chain_sum"]

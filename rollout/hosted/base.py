@@ -35,6 +35,8 @@ from rollout.weights.update import WeightUpdate, require_active
 
 Request = dict[str, Any]
 """Sampling parameters in the engine's own format."""
+DEFAULT_TOKENS = 65536
+"""Tokens of a KV pool whose size is not given."""
 
 
 class HostedEngine(ABC):

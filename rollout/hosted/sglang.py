@@ -13,7 +13,7 @@ import torch
 
 from memsaver import StateError
 from rollout.engine_base import PeerSaver
-from rollout.hosted.base import HostedRollout, Request
+from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request
 from rollout.hosted.sglang_process import Answers, SglangEngine
 from rollout.model.hub import resolve_model
 from rollout.model.loading import longest_context
@@ -66,7 +66,7 @@ class SglangRollout(ShardedEngine):
         path: str | Path,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        kv_tokens: int = 65536,
+        kv_tokens: int | None = None,
         load_weights: bool = True,
         *,
         page_size: int = 1,
@@ -83,7 +83,7 @@ class SglangRollout(ShardedEngine):
             path: Model directory, or ORG/NAME of the Hub.
             device: The GPU.
             dtype: Dtype of the weights.
-            kv_tokens: Tokens in the KV pool.
+            kv_tokens: Tokens in the KV pool; None: 65,536.
             load_weights: False starts with dummy weights, which are undefined until an update
                 commits.
             page_size: Tokens per page of the KV pool.
@@ -103,7 +103,7 @@ class SglangRollout(ShardedEngine):
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
-        path = resolve_model(path)
+        path, kv_tokens = resolve_model(path), kv_tokens or DEFAULT_TOKENS
         if max_context_len is not None:  # SGLang reserves two positions
             max_context_len = min(max_context_len + 2, longest_context(load_hf_config(path)))
         own = {

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from memsaver import StateError
-from rollout.hosted.base import HostedRollout, Request
+from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model.hub import resolve_model
 from rollout.model.model_folder import token_ids
@@ -57,7 +57,7 @@ class VllmRollout(HostedRollout, SteppedEngine):
         path: str | Path,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        kv_tokens: int = 65536,
+        kv_tokens: int | None = None,
         load_weights: bool = True,
         *,
         page_size: int = 16,
@@ -79,7 +79,7 @@ class VllmRollout(HostedRollout, SteppedEngine):
             path: Model directory, or ORG/NAME of the Hub.
             device: The GPU.
             dtype: Dtype of the weights.
-            kv_tokens: Tokens in the KV pool.
+            kv_tokens: Tokens in the KV pool; None: 65,536.
             load_weights: False starts with dummy weights, which are undefined until an update
                 commits.
             page_size: Tokens per page of the KV pool.
@@ -106,7 +106,7 @@ class VllmRollout(HostedRollout, SteppedEngine):
             "tensor_parallel_size": tensor_parallel_size,
             "block_size": page_size,
             # One block is padding. This count overrides the number that vLLM derives from bytes.
-            "num_gpu_blocks_override": kv_tokens // page_size + 1,
+            "num_gpu_blocks_override": (kv_tokens or DEFAULT_TOKENS) // page_size + 1,
             "gpu_memory_utilization": 0.01,
             "max_num_seqs": max_running,
             "max_num_batched_tokens": max(max_prefill_tokens, max_running),

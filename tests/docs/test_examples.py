@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,7 +21,7 @@ from examples import judge, kv_engine, own_engine, own_model, plain_loop, plain_
 from recipes.rewards import Answer, Rewards, RewardSet
 from recipes.run import start_run
 from recipes.setup.model_files import toy_tokenizer
-from tests.helpers.docs.pages import ROOT, blocks
+from tests.helpers.docs.pages import ROOT
 from tests.helpers.recipes.tiny_runs import rows, without_pictures
 from tests.helpers.trainer_bridge.models import write_model
 
@@ -73,9 +75,19 @@ def test_rollout_after_sync_generates_as_the_trained_model_does(path: str) -> No
     assert side.saver.report().committed_bytes == held
 
 
-def test_cycle_adds_at_most_40_lines_to_a_loop() -> None:
-    (shown,) = blocks(ROOT / "docs" / "how-to" / "own-loop.md", "diff")
-    assert sum(bool(re.match(r"\+ *\S", line)) for line in shown.text.splitlines()) <= 40
+NEEDING = ["own_engine", "vllm_plain", "vllm_loop", "trl_grpo", "train/ask", "judge"]
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_example_without_what_it_needs_ends_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the example as a command without arguments, where TRL is not installed."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert re.fullmatch(r"usage: python .*|.*; run: pip install .*|nothing .*", str(ended.value))
 
 
 def test_other_engine_answers_the_same_after_pause_and_resume(path: str) -> None:
@@ -108,11 +120,17 @@ def test_kv_engine_matches_transformers_before_and_after_a_pause() -> None:
     saver.close()
 
 
-def test_model_of_the_user_generates_and_trains(tmp_path: Path) -> None:
+def test_model_of_the_user_generates_and_trains_also_without_a_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own_model.write_model(tmp_path / "model")
     assert len(own_model.ask(tmp_path / "model")) in range(1, 5)
     with without_pictures():
         run = own_model.train(tmp_path / "model", tmp_path / "run", steps=1)
+        assert "plain text" not in capsys.readouterr().out
+        (tmp_path / "model" / "chat_template.jinja").unlink()
+        own_model.train(tmp_path / "model", tmp_path / "plain", steps=1)
+    assert capsys.readouterr().out.splitlines()[1].startswith("prompts: plain text, because the")
     (row,) = rows(run, "train")
     assert row["mismatch_max"] < 5e-5, "trainer and rollout read different weights"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from tests.helpers.docs.pages import ROOT, blocks
+from tests.helpers.docs.pages import ROOT, typed
 from tests.helpers.recipes.models import save_byte_model
 
 PAGE = ROOT / "docs" / "how-to" / "train.md"
@@ -19,11 +19,6 @@ PAGE = ROOT / "docs" / "how-to" / "train.md"
 SMALL = ["device=cpu", "sampling.max_tokens=4", "loop.prompts_per_step=3", "eval.problems=2"]
 FULL_RUN = "memsaver run recipe.yaml --run-dir first"
 FETCH = "memsaver fetch smollm2-135m"
-
-
-def commands() -> list[str]:
-    typed = [block.text.splitlines() for block in blocks(PAGE) if block.language == "bash"]
-    return [line.strip() for block in typed for line in block if line.strip()]
 
 
 def test_commands_of_train_page_lead_from_an_empty_folder_to_an_answer_of_the_exported_model(
@@ -37,9 +32,9 @@ def test_commands_of_train_page_lead_from_an_empty_folder_to_an_answer_of_the_ex
         if file.is_file():
             shutil.copy(file, work)
     model = save_byte_model(tmp_path / "model")
-    typed = commands()
-    assert typed[0] == "python make_data.py" and FULL_RUN in typed and FETCH in typed
-    for line in typed:
+    lines = typed(PAGE)
+    assert lines[0] == "python make_data.py" and FULL_RUN in lines and FETCH in lines
+    for line in lines:
         if line in (FULL_RUN, FETCH):  # The next run command does the same in three steps.
             continue
         program, *words = shlex.split(line)

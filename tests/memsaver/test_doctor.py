@@ -89,7 +89,7 @@ def test_report_prints_remedies_and_exits_1_only_on_failure(
     monkeypatch.setattr(doctor, "examine", lambda device: checks)
     assert report(None) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "2 checks, 1 need attention"
+    assert text.splitlines()[-1] == "2 checks, 1 needs attention"
     assert "[fine]" in text and "-> do this" in text
     checks.append(Check("three", "fail", "broken", "do that"))
     assert report(None) == 1

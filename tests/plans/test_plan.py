@@ -16,6 +16,7 @@ import recipes
 from recipes.cli import main
 from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
+from recipes.logs.run_folder import MARKS
 from recipes.planner.command import plan_of, print_plan
 from recipes.planner.memory_plan import MemoryPlan, Shortage
 from recipes.planner.remedies import remedied
@@ -106,7 +107,7 @@ def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
         assert 0.99 * 52.71 <= stage.device_bytes / GIB <= 1.03 * 52.71, stage.stage
 
 
-APART = ["driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
+APART = ["device=auto", "driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
 
 
 @pytest.mark.extended
@@ -124,7 +125,7 @@ def test_plan_of_a_trainer_alone_on_its_gpu_equals_measurement() -> None:
 @pytest.mark.parametrize("colocate", [True, False])
 def test_gpu_of_the_engine_alone_is_planned_without_the_trainers_tags(colocate: bool) -> None:
     """Plan both kinds of GPUs; their bytes must not depend on the other kind."""
-    words = [*APART[:2], f"cluster.colocate={colocate}", "cycle.resident=[]", "cycle.overlap=[]"]
+    words = [*APART[:3], f"cluster.colocate={colocate}", "cycle.resident=[]", "cycle.overlap=[]"]
     make = partial(plan_of, name="apart", gpu="h100-80gb")
     plan = make(recipes.load("qwen2.5-7b", words))
     wider = make(
@@ -160,7 +161,7 @@ def test_plan_fits_only_if_both_kinds_of_gpus_fit(capsys: Capture) -> None:
 def test_plan_of_several_machines_counts_their_gpus_and_the_buffers_of_messages(
     capsys: Capture,
 ) -> None:
-    words = [*APART[:1], "cluster.n_gpus_per_node=2", "cycle.resident=[]", "cycle.overlap=[]"]
+    words = [*APART[:2], "cluster.n_gpus_per_node=2", "cycle.resident=[]", "cycle.overlap=[]"]
     far = ["cluster.rollout_nodes=2", "cluster.colocate=false"]
     plan = plan_of(recipes.load("tiny", [*words, *far]), name="far", gpu="h100-80gb")
     assert (plan.devices, plan.rollout_devices, plan.machines) == (2, 4, 3)
@@ -178,13 +179,13 @@ def test_plan_of_several_machines_counts_their_gpus_and_the_buffers_of_messages(
 
 
 def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> None:
-    assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=352000000"]) == 3
+    assert main(["plan", "tiny", *SMALL, "device=auto", "engine.kv_tokens=352000000"]) == 3
     printed = capsys.readouterr().out
     assert "does not fit" in printed
     remedy = re.search(r"set engine\.kv_tokens=(\d+)", printed)
     assert remedy is not None, printed
     words = [*SMALL, f"engine.kv_tokens={remedy[1]}"]
-    plan = plan_of(recipes.load("tiny", words), "tiny", gpu=None)
+    plan = plan_of(recipes.load("tiny", words), "tiny", gpu="h100-80gb")
     assert plan.fits and plan.kv_tokens == int(remedy[1])
     assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, (
         "the remedy is far below the largest pool that fits"
@@ -206,7 +207,7 @@ def test_plan_reports_the_faults_that_a_run_is_refused_for(tmp_path: Path) -> No
 
 def test_remedy_names_only_changes_that_reduce_its_shortage_and_increase_no_other() -> None:
     """Leave out changes that free nothing, are impossible, or cause another shortage."""
-    recipe = recipes.load("tiny", ["cycle.resident=[]"])
+    recipe = recipes.load("tiny", ["cycle.resident=[]", "device=auto"])
     ways = [("trainer.micro_batch_size", 1), ("lora.rank", 8), ("sampling.max_tokens", 1)]
     ways += [("trainer.optimizer_offload", True), ("trainer.threads", 0)]
     short = Shortage(GIB, "update_actor is short of 1.0 GiB", "take a larger GPU", ways)
@@ -224,13 +225,14 @@ def test_remedy_names_only_changes_that_reduce_its_shortage_and_increase_no_othe
 
 
 def test_command_prints_draws_and_writes_a_plan(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "recipe.yaml").touch()
+    for name in MARKS:
+        (tmp_path / name).touch()
     assert main(["plan", "tiny", "--picture", str(tmp_path / "no" / "where.png")]) == 2
     message = "where.png: cannot be written: No such file or directory; name a place"
     assert message in capsys.readouterr().err
     picture = tmp_path / "plan.png"
-    words = ["tiny", *SMALL, "--picture", str(picture), "--into", str(tmp_path)]
-    assert main(["plan", *words]) == 0
+    words = ["plan", "tiny", *SMALL]
+    assert main([*words, "device=auto", "--picture", str(picture), "--into", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "update_actor" in printed and "fits:" in printed
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
@@ -239,11 +241,17 @@ def test_command_prints_draws_and_writes_a_plan(tmp_path: Path, capsys: Capture)
     assert {"stage", "device_bytes", "tags", "host_bytes", "used_bytes"} == set(
         written["stages"][0]
     )
+    assert main([*words, "cluster.host_gib=2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("tiny: MiB of host memory")
+    assert "planned for: cpu, 2.00 GiB of host memory\n" in printed and "contexts" not in printed
+    assert main([*words, "cluster.host_gib=0.5"]) == 3
+    assert re.search(r"GiB of host memory; .*take a machine with", capsys.readouterr().out)
 
 
 def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
     """Print a plan with all eight tags; up to 80 columns show sums."""
-    plan = plan_of(recipes.load("tiny-ppo", ["loss.kl_coef=0.1"]), "tiny-ppo", gpu=None)
+    plan = plan_of(recipes.load("tiny-ppo", ["loss.kl_coef=0.1"]), "tiny-ppo", gpu="h100-80gb")
     for width in (60, 80, 120, 200):
         console = Console(width=width, file=io.StringIO())
         print_plan(plan, console)
@@ -254,8 +262,8 @@ def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
         assert ("trainer" in lines[head]) == (width <= 80) != ("reference" in lines[head])
         for line, stage in zip(lines[head + 1 :], plan.stages, strict=False):
             name, *values = line.split()
-            assert name == stage.stage and f"{stage.device_bytes / GIB:.2f}" in values
-            assert values[-2] == f"{plan.gpu.contexts / GIB:.2f}"
+            assert name == stage.stage and f"{stage.device_bytes / MIB:.0f}" in values
+            assert values[-2] == f"{plan.gpu.contexts / MIB:.0f}"
             assert len(values) == len(lines[head].split()) - 1 + (width == 200)
 
 
@@ -267,7 +275,7 @@ def test_text_in_square_brackets_is_printed_unchanged() -> None:
     console = Console(width=200, file=io.StringIO())
     print_plan(plan, console)
     printed = console.file.getvalue()
-    for text in ("a[bold]b: GiB", "stays: [optim]", "note: [/] and [red]", "=[params]"):
+    for text in ("a[bold]b: MiB", "stays: [optim]", "note: [/] and [red]", "=[params]"):
         assert text in printed
 
 

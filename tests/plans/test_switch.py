@@ -187,9 +187,9 @@ def test_switch_lines_name_resident_and_leaving_tags_with_reasons() -> None:
     roomy, tight = (plan.decisions for plan in plans)
     assert plans[1].fits and plans[1].exposed > 5 * plans[0].exposed > 0
     assert set(roomy.resident) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
-    assert roomy.lines[1] == "leaves: nothing" and not roomy.alias
+    assert roomy.lines[2] == "leaves: nothing" and not roomy.alias
     assert not {"params", "optim"} <= {*tight.resident}
-    assert "if all tags stayed, update_actor would take" in tight.lines[1]
+    assert "if all tags stayed, update_actor would take" in tight.lines[2]
     assert plans[1].as_json()["decisions"]["resident"] == tight.resident
 
 

@@ -27,7 +27,7 @@ DOCS = Path(recipes.__file__).parents[1] / "docs"
 def test_run_of_an_unfetched_model_names_the_fetch_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["run", "smollm2-135m", "driver=inprocess"]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -85,7 +85,7 @@ def test_misspelled_recipe_is_answered_with_the_closest_name() -> None:
             recipes.load(wrong)
 
 
-def test_overrides_apply_in_order_and_keep_other_keys() -> None:
+def test_overrides_apply_in_order_and_keep_other_keys(tmp_path: Path) -> None:
     plain = recipes.load("tiny")
     recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.max_tokens=5"])
     assert (recipe.steps, recipe.sampling.max_tokens) == (4, 5)
@@ -93,9 +93,12 @@ def test_overrides_apply_in_order_and_keep_other_keys() -> None:
     assert plain.cycle.resident == plain.task.mixture == []  # lists are replaced whole
     assert recipes.load("tiny", ["cycle.resident=[kv_cache]"]).cycle.resident == ["kv_cache"]
     assert recipes.load("tiny", ["cycle.resident=auto"]).cycle.resident == "auto"
+    assert recipes.load("tiny", ["task.rewards=own.py:brief"]).task.rewards == ["own.py:brief"]
     sets = recipes.load("smollm2-135m", ["eval.sets=[{name: toy}]", "eval.sets[0].label=easy"])
     assert [part.label for part in sets.eval.sets] == ["easy"]
     assert recipes.load("smollm2-135m", ["task.mixture[0].weight=3"]).task.mixture[0].weight == 3
+    (tmp_path / "own.yaml").write_text(f"{TINY.read_text()}\nloss: {{kind: 'own.py:loss'}}")
+    assert recipes.load(tmp_path / "own.yaml", ["loss.kind=ppo"]).loss.kind == "ppo"
     for frozen in (recipe, recipe.sampling):
         with pytest.raises(dataclasses.FrozenInstanceError):
             frozen.max_tokens = 5

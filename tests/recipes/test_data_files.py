@@ -145,7 +145,7 @@ def test_rows_of_a_prompt_that_was_there_are_left_out_and_counted(tmp_path: Path
 
 GOOD = '{"prompt": "a", "answer": "b"}\n'
 BAD_LINES = [
-    ("{", "x.jsonl, line 3: is no JSON: Expecting property name"),
+    ("{", "line 3: is no JSON: Expecting property name enclosed in double quotes: column 2 ("),
     ("[" * 100_000, "x.jsonl, line 3: is no JSON: "),
     ("7", "x.jsonl, line 3: is no object; write {COLUMN: VALUE, ...}"),
     ('{"prompt": "", "answer": "b"}', "x.jsonl, line 3: prompt is empty; correct the row"),
@@ -208,7 +208,7 @@ def test_bad_line_is_refused_with_file_line_column_and_remedy(
         ("x.json", '{"prompt": "a", "answer": 1}\n{}', "x.json, line 2: prompt is null, neither"),
         ("x.json", '[{"prompt": "a", "answer": 1}, 3]', "x.json, row 2: is no object"),
         ("x.json", "[", "x.json: is no JSON: Expecting value"),
-        ("x.csv", "prompt,answer\na", "x.csv, line 2: has 1 fields, and the header has 2; quote"),
+        ("x.csv", "prompt,answer\na", "x.csv, line 2: has 1 field, and the header has 2; quote"),
         ("x.csv", 'prompt,answer\n"a\nb",c\n"d"e,f', "x.csv, line 4: is no CSV: ',' expected"),
         ("x.csv", "prompt,prompt\na,b", "x.csv, line 1: names a column twice"),
         ("x.csv", "prompt,answer\n", "has no rows"),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from recipes.config.decisions import LASTING, Decisions
+from recipes.config.decisions import LASTING, Decisions, why_ray
 from recipes.config.load import load
+from recipes.setup.preparation import prepare
 
 AUTO = [
-    *("exact=auto", "cycle.alias=auto", "cycle.resident=auto", "cycle.overlap=auto"),
-    *("cycle.hand_over=auto", "trainer.keep_unsharded=auto", "trainer.micro_batch_size=auto"),
+    *("driver=auto", "exact=auto", "cycle.alias=auto", "cycle.resident=auto"),
+    *("cycle.overlap=auto", "cycle.hand_over=auto"),
+    *("trainer.keep_unsharded=auto", "trainer.micro_batch_size=auto"),
 ]
 NAMED = {
+    "driver": ("driver=ray", "ray"),
     "exact": ("exact=warn", "warn"),
     "alias": ("cycle.alias=never", False),
     "resident": ("cycle.resident=[optim]", ["optim"]),
@@ -34,6 +38,30 @@ def test_decision_is_open_unless_its_key_names_a_value(name: str) -> None:
     assert made.open == NAMED.keys() - {name} and getattr(made, name) == value
     other = replace(Decisions(), **{name: object()}, reasons={name: "so"})
     assert made.taking(other) == made.taking(Decisions()), "only open decisions are taken"
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "why"),
+    [
+        ("", "", ""),
+        ("", "10.0.0.1:6379", "driver=auto with RAY_ADDRESS=10.0.0.1:6379"),
+        ("cluster.address=here:1", "", "driver=auto with cluster.address=here:1"),
+        ("cluster.rollout_gpus=2", "", "driver=auto with 3 devices"),
+        ("driver=ray", "", "driver=ray"),
+        ("driver=inprocess", "10.0.0.1:6379", ""),
+    ],
+)
+def test_driver_is_ray_for_several_devices_a_cluster_or_a_job(
+    words: str, job: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", job)
+    recipe = load("tiny", words.split())
+    assert why_ray(recipe) == why
+    made = prepare(recipe, tmp_path).decisions
+    assert made.driver == ("ray" if why else "inprocess")
+    reason = f"driver: ray ({why})" if why else "driver: inprocess (one device and no Ray cluster)"
+    assert made.reasons.get("driver", reason) == reason
+    assert ("driver" in made.reasons) == (recipe.driver == "auto")
 
 
 def test_lines_have_the_order_of_the_decisions() -> None:

@@ -136,7 +136,7 @@ def disturbed(folder: Path, patience: str, kind: str, moments: list[int]) -> Non
 
 def ended(line: str) -> bool:
     """Return whether a resume was refused because the run had ended."""
-    return "steps are already done" in line or "evaluations were no better" in line
+    return "the run is done after" in line or "was better than that after" in line
 
 
 def outcome(folder: Path) -> dict[str, Any]:

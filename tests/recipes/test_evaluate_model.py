@@ -157,7 +157,7 @@ def test_interrupted_evaluation_keeps_the_answers_until_then_and_says_that_they_
     assert row["partial"] and row["problems"] == 8
     printed = capsys.readouterr()
     assert "4 of 9 problems answered" in printed.out and "interrupted; partial: " in printed.out
-    assert "evaluation: 1 problems have no answer yet" in printed.err
+    assert "evaluation: no answer yet to 1 problem;" in printed.err
 
 
 @pytest.mark.parametrize(

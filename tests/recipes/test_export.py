@@ -131,7 +131,7 @@ def test_exports_that_cannot_be_made_are_refused_in_one_line(
 ) -> None:
     run, out = make_run("tiny", *EVERY), tmp_path / "out"
     bare = make_run("tiny", *FEW, "checkpoint.every=0", "checkpoint.export_every=0")
-    rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
+    rule = "holds no run (no metrics.jsonl); give the folder that memsaver run printed"
     assert refused([tmp_path, "--to", out], capsys) == f"export {tmp_path}: {rule}"
     rule = "holds no checkpoint yet; its run saves one every checkpoint.every steps"
     assert refused([bare, "--to", out], capsys) == f"{bare}: {rule}"

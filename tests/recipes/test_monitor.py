@@ -189,7 +189,9 @@ def test_step_and_evaluation_are_described_in_one_line_each() -> None:
     assert "| mismatch 1.0e-06 mean 1.0e-05 max | 12% rejected |" in rejected
     bypassed = {key: value for key, value in ROW.items() if "mismatch" not in key}
     assert describe(bypassed).startswith("reward 0.300 | correct 0.150 | length")
-    evaluated = eval_row(2, 0.5, correct_hard=0.125, length=2.5, **{"pass@4": 0.75})
+    evaluated = eval_row(
+        2, 0.5, correct_hard=0.125, **{"avg@4": 0.5, "pass@1": 0.5, "pass@4": 0.75}
+    )
     shares = "correct 0.500, correct_hard 0.125, pass@4 0.750"
     assert describe(evaluated) == f"{shares} on 16 held-out problems after 2 updates"
 

@@ -187,11 +187,11 @@ def test_memory_fraction_covers_states_of_linear_layers(tmp_path: Path, gpu: Non
     [
         (
             ["cluster.n_gpus_per_node=2"],
-            ["cluster.n_gpus_per_node=2", "torch sees 1 GPUs", "n_gpus_per_node=1"],
+            ["cluster.n_gpus_per_node=2", "torch sees 1 GPU here", "n_gpus_per_node=1"],
         ),
         (
             ["cluster.rollout_gpus=2"],
-            ["rollout_gpus=2: torch sees 1 GPUs here, and", "set cluster.rollout_gpus=0"],
+            ["rollout_gpus=2: torch sees 1 GPU here, and", "set cluster.rollout_gpus=0"],
         ),
         (
             ["cluster.rollout_gpus=1", "cluster.colocate=false"],

@@ -14,9 +14,16 @@ import recipes
 from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.logs.curves import panels_of
 from recipes.logs.metric_rows import whole_rows
-from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
-from recipes.logs.report_page import key_figures, measured_peaks, planned_and_measured, write_report
+from recipes.logs.pictures import draw_curves, draw_memory, looks, write_pictures
+from recipes.logs.report_page import (
+    key_figures,
+    measured_peaks,
+    memory_held,
+    planned_and_measured,
+    write_report,
+)
 from recipes.logs.run_folder import RunFolder
 from recipes.logs.stage_trace import Span, StageTrace
 from tests.helpers.recipes.run_folders import MIB, add_step, eval_row, make_run, traced, train_row
@@ -73,8 +80,8 @@ def test_page_has_pictures_and_tables_and_no_external_links(
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     page = Page(run / "report.html")
-    reward, memory = (base64.b64decode(uri.partition(",")[2]) for uri in page.sources())
-    assert memory.startswith(PNG) and b"<svg" in reward and b"nats per token" in reward
+    *curves, memory = (base64.b64decode(uri.partition(",")[2]) for uri in page.sources())
+    assert memory.startswith(PNG) and len(curves) == 4 and all(b"<svg" in uri for uri in curves)
     assert all(attributes["alt"] for tag, attributes in page.tags if tag == "img")
     assert {tag for tag, _ in page.tags} & {"script", "object", "iframe"} == set()
     links = [attributes.get("href") for _, attributes in page.tags if "href" in attributes]
@@ -88,25 +95,32 @@ def test_page_has_pictures_and_tables_and_no_external_links(
         ["generate_sequences", "0.5", "50.0%"], ["update_actor", "0.24", "24.0%"],
     ]  # fmt: skip
     assert page.rows["Evaluations"] == [
-        ["updates", "correct", "problems"], ["0", "0.125", "16"], ["6", "0.75", "16"],
+        ["step", "correct", "problems"], ["0", "0.125", "16"], ["6", "0.75", "16"],
     ]  # fmt: skip
     names = ["step", "reward", "correct", "mismatch mean", "mismatch max"]
     assert page.rows["Every step"][0][:5] == names
     assert page.rows["Every step"][6][:4] == ["6", "0.6", "0.3", "1e-06"]
     assert {"date", "GPUs", "torch"} <= {row[0] for row in page.rows["Where it ran"][1:]}
-    for words in ("6 of 6", "0.100 → 0.600", "12 % → 75 %", "kv_tokens"):
+    caption = "reward rose from 0.1 to 0.6 between steps 1 and 6."
+    for words in ("6 of 6", "0.100 → 0.600", "12% → 75%", caption, "kv_tokens"):
         assert words in page.text
 
 
-def test_key_figures_follow_from_the_rows(run: Path) -> None:
+def test_key_figures_and_the_caption_of_memory_follow_from_the_rows(run: Path) -> None:
     figures = key_figures(whole_rows(run / "metrics.jsonl"))
     assert figures["reward, first and last step"] == "0.100 → 0.600"
-    assert figures["held-out, correct"] == "12 % → 75 %"
-    assert figures["switch, median"] == "0.140 s, 14.0% of the step"
+    assert figures["held-out, correct"] == "12% → 75%"
+    assert figures["switch, median"] == "0.140 s, 14.0% of a step"
     assert figures["overlapped moves, median"] == "0.250 s"
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
-    assert key_figures([]) == {}
+    assert key_figures([]) == {} and memory_held([]) == ""
+    turns = {"rollout": {"params": 0, "kv_cache": 3 * MIB}, "train": {"params": MIB, "kv_cache": 0}}
+    said = memory_held([train_row(1, memory=turns), train_row(2), eval_row(2, 0.5)])
+    sizes = "3.0 MiB in phase rollout, 1.0 MiB in phase train"
+    assert said == f"Tags held {sizes}; together they need 4.0 MiB."
+    stays = {phase: {"params": MIB} for phase in turns}
+    assert memory_held([train_row(1, memory=stays)]) == "Every tag stayed on the device: 1.0 MiB."
 
 
 def test_page_shows_the_nodes_of_a_run_and_the_bytes_between_them(tmp_path: Path) -> None:
@@ -132,7 +146,7 @@ def test_page_shows_answers_of_the_newest_step_and_evaluation_as_text(tmp_path: 
     for title in ("Answers of the newest evaluation (2)", "Answers of the newest step (2)"):
         head, row = page.rows[title]
         assert head[:4] == ["set", "prompt", "answer", "completion"]
-        assert row[:3] == ["sums", "1 + 1", "2"] and row[4:] == ["", "False", "length", "2"]
+        assert row[:3] == ["sums", "1 + 1", "2"] and row[4:] == ["–", "False", "length", "2"]
         assert row[3].startswith("<script>alert(1)</script>long") and len(row[3]) < 1100
     assert "<script" not in file.read_text()
 
@@ -141,6 +155,7 @@ def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
     folder = tmp_path / "run <i>"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
+    (folder / "metrics.jsonl").touch()
     html = write_report(folder, tmp_path / "out.html").read_text()
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
 
@@ -160,6 +175,7 @@ def test_no_command_reads_variables_for_somebody_elses_folder(
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret of the reader")
     (tmp_path / "recipe.yaml").write_text(f"steps: 1\n{recipe}\n")
+    (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "mismatch").mkdir()
     run = str(tmp_path)
     for words in (
@@ -184,9 +200,9 @@ def test_page_of_a_killed_run_shows_the_available_data(tmp_path: Path) -> None:
         file.write('{"kind": "tra')
     (folder / "environment.json").unlink()
     page = Page(write_report(folder))
-    assert len(page.sources()) == 1 and "2 of 3" in page.text and "No data" in page.text
+    assert len(page.sources()) == 4 and "2 of 3" in page.text and "No data" in page.text
     assert len(page.rows["Every step"]) == 3 and "Where it ran" not in page.rows
-    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").write_text("")
     page = Page(write_report(folder))
     assert page.sources() == [] and "0 of 3" in page.text
 
@@ -250,15 +266,19 @@ def test_engines_on_gpus_of_their_own_are_compared_with_their_own_plan() -> None
 def test_report_of_a_folder_without_a_run_fails_in_one_line_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
-    assert capsys.readouterr().err == f"memsaver: report {tmp_path}: {rule}\n"
+    (tmp_path / "recipe.yaml").touch()  # of a project, not of a run
+    for words, option in (["report"], "report"), (["run", "--resume"], "--resume"):
+        assert main([*words, str(tmp_path)]) == 2
+        rule = "holds no run (no metrics.jsonl); give the folder that memsaver run printed"
+        assert capsys.readouterr().err == f"memsaver: {option} {tmp_path}: {rule}\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 def test_report_without_output_folder_or_matplotlib_fails_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"steps": 1}))
+    (tmp_path / "metrics.jsonl").touch()
     nowhere = "--out .*: cannot be written: No such file or directory; name a place"
     with pytest.raises(RecipeError, match=nowhere):
         write_report(tmp_path, tmp_path / "no" / "where.html")
@@ -275,11 +295,6 @@ def event(time: float, tag: str, mib: int, backup: int = 0) -> Event:
     return Event(time=time, seconds=0.0, op="resume", tag=tag, **sizes)
 
 
-ROWS = [
-    eval_row(0, 0.25),
-    *(train_row(step, kl_to_reference=0.01) for step in (1, 2, 3)),
-    eval_row(3, 0.5, correct_hard=0.125),
-]
 DRAWN = traced(
     spans=[
         Span("wake_kv_cache", 10.0, 10.1),
@@ -299,16 +314,35 @@ def texts(figure: Figure) -> list[list[str]]:
     return [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
 
 
-def test_reward_picture_has_a_curve_for_each_evaluation_and_mismatch() -> None:
-    figure = draw_reward(ROWS)
-    above, below = figure.axes
-    held_out = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
-    assert held_out["correct, held-out problems"] == [[0, 0.25], [3, 0.5]]
-    assert held_out["correct_hard, held-out problems"] == [[3, 0.125]]
-    labels = ["mismatch, mean", "mismatch, largest", "KL from the reference"]
-    assert texts(figure)[1] == labels and below.get_ylabel() == "nats per token"
-    for axes in figure.axes:
-        assert len({line.get_linestyle() for line in axes.lines}) == len(axes.lines)
+def functions(**means: float) -> Row:
+    return {"rewards": {name: {"mean": mean, "std": 0.1} for name, mean in means.items()}}
+
+
+def test_panels_have_a_curve_for_each_reward_function_and_evaluation() -> None:
+    later = functions(right=0.0) | {"reward": float("nan"), "mismatch_max": 0.0}
+    rows = [
+        eval_row(0, 0.25),
+        train_row(1, **functions(right=0.5, brief=0.25)),
+        train_row(2, **functions(right=0.75, brief=1500.0)),
+        train_row(3, **later),
+        eval_row(3, 0.5, correct_hard=0.125, **{"avg@2": 0.5, "pass@1": 0.5, "pass@16": 0.75}),
+    ]
+    panels = {panel.title: panel for panel in panels_of(rows)}
+    assert panels["Reward functions"].courses() == {
+        "right": "fell from 0.5 to 0 between steps 1 and 3; highest 0.75 at step 2.",
+        "brief": "rose from 0.25 to 1,500 between steps 1 and 2.",
+    }
+    assert panels["Reward"].curves == {"reward": [(1, 0.1), (2, 0.2)]}
+    answers = panels["Correct and cut-off answers"]
+    shares = ["correct", "correct, held-out", "correct_hard, held-out", "pass@16, held-out"]
+    assert list(answers.curves) == shares
+    assert answers.courses()["pass@16, held-out"] == "was 0.75 at step 3."
+    figure = draw_curves(list(panels.values()))
+    assert [len(axes.lines) for axes in figure.axes] == [1, 2, 4, 1, 2]
+    assert len({line.get_linestyle() for line in figure.axes[2].lines}) == 4
+    assert figure.axes[4].lines[1].get_xydata().tolist() == [[1, 1e-5], [2, 1e-5]]
+    alone = panels_of([train_row(1, **functions(right=0.5))])
+    assert "Reward functions" not in {panel.title for panel in alone}
 
 
 def test_memory_picture_shows_first_device_with_bytes_held_before_the_step() -> None:

@@ -141,7 +141,7 @@ def test_figures_have_unique_short_names() -> None:
         ({"functions": ["m:f", "m:f"]}, "task.rewards=[m:f,m:f]: names m:f twice; drop one"),
         (
             {"functions": ["m:f"], "weights": [1.0, 0.5]},
-            "task.reward_weights=[1,0.5]: has 2 numbers for 1 reward functions; set one for each",
+            "task.reward_weights=[1,0.5]: has 2 numbers for 1 reward function; set one for each",
         ),
         ({"functions": ["m"], "key": "task.mixture[0]"}, "task.mixture[0].rewards=m: is not pack"),
         (

@@ -49,15 +49,16 @@ def test_new_folder_in_a_ray_working_dir_is_refused(tmp_path: Path) -> None:
 
 
 def test_new_folder_is_removed_unless_the_run_writes_its_first_files(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "runs" / "one"
     with pytest.raises(KeyError), new_folder(path, "tiny"):
         (path / "model").mkdir()
         raise KeyError
     assert not path.exists()
-    path.mkdir()  # An empty folder is accepted.
-    with pytest.raises(KeyError), new_folder(path, "tiny"):
+    path.mkdir()  # An empty folder is accepted, also the working folder.
+    monkeypatch.chdir(path)
+    with pytest.raises(KeyError), new_folder(Path(), "tiny"):
         RunFolder.create(path, RECIPE)
         raise KeyError
     written = {entry.name for entry in path.iterdir()}
@@ -68,7 +69,7 @@ def test_new_folder_is_refused_in_one_line_if_it_cannot_be_created(folder: RunFo
     file = folder.path / "metrics.jsonl"
     wrong = {
         folder.path: f"already holds a run; use --resume {folder.path}, or another folder",
-        folder.path.parent: "File exists; give another folder",
+        folder.path.parent: "is no empty folder; give another folder",
         file / "run": "Not a directory; give another folder",
         Path("/proc/1/x"): "give another folder",
     }

@@ -24,6 +24,7 @@ from tests.helpers.docs.pages import ROOT
 
 PPO = ROOT / "examples" / "plans" / "qwen2.5-1.5b-ppo.yaml"
 ON_HOST = "trainer.optimizer_offload=true"
+ONE = "driver=inprocess"
 TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 TP = "engine.tensor_parallel_size"
 APART = "driver=ray cluster.rollout_gpus=1 cluster.colocate=false"
@@ -93,9 +94,9 @@ RULES = [
     ("smollm2-135m-2digits", "eval.sets[0].weight=2", "eval.sets[0].weight=2.0: has no effect on"),
     ("tiny", "task.held_out_fraction=0", "leaves eval.every=10 no problem; set task.held_out_frac"),
     ("tiny", "checkpoint.max_restarts=2 checkpoint.every=0", "needs checkpoints to continue from"),
-    ("tiny", "cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
+    ("tiny", f"{ONE} cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
     ("qwen2.5-7b", f"{TWO} device=cuda:1", "device=cuda:1: names one of the 2 devices of cluster"),
-    ("tiny", "cluster.rollout_gpus=1", "driver=inprocess: cannot drive 2 devices; set driver=ray"),
+    ("tiny", f"{ONE} cluster.rollout_gpus=1", "cannot drive 2 devices; set driver=ray"),
     ("tiny", "cluster.colocate=false", "leaves no device to the engines (cluster.rollout_gpus=0)"),
     (
         "tiny",
@@ -113,8 +114,8 @@ RULES = [
         "cluster.rollout_nodes=1",
         "does not divide the 3 devices of a machine of cluster.rollout_nodes",
     ),
-    ("tiny", "cluster.rollout_nodes=1", "driver=inprocess: cannot drive 2 devices; set driver=ray"),
-    ("tiny", "cluster.address=1.2.3.4:5", "excludes driver=inprocess; set driver=ray"),
+    ("tiny", f"{ONE} cluster.rollout_nodes=1", "cannot drive 2 devices; set driver=ray"),
+    ("tiny", f"{ONE} cluster.address=1.2.3.4:5", "excludes driver=inprocess; set driver=ray"),
     ("tiny", "driver=ray cluster.address=here", "cluster.address=here: "),
     ("tiny", "cluster.ports=30-20", "cluster.ports=30-20: is not a range of ports from 1024 to"),
     ("tiny", "cluster.object_store_gib=0", "cluster.object_store_gib=0"),
@@ -299,9 +300,20 @@ def test_recipe_that_cannot_run_here_is_refused_in_one_line(
     assert line.count("\n") == 1 and said in line and not folder.exists()
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_optimizer_without_its_package_is_refused_in_one_line(
+@pytest.mark.parametrize(
+    ("command", "package", "words", "said"),
+    [
+        ("run", "bitsandbytes", "trainer.optimizer=adamw_8bit", "trainer.optimizer=adamw_8bit"),
+        ("plan", "bitsandbytes", "trainer.optimizer=adamw_8bit", "trainer.optimizer=adamw_8bit"),
+        ("run", "ray", "driver=ray", "driver=ray"),
+        ("run", "ray", TWO.replace("ray", "auto"), "driver=auto with 2 devices"),
+    ],
+)
+def test_recipe_without_its_package_is_refused_in_one_line(
     command: str,
+    package: str,
+    words: str,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -310,13 +322,13 @@ def test_optimizer_without_its_package_is_refused_in_one_line(
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *package: None if name == "bitsandbytes" else find(name, *package),
+        lambda name, *place: None if name == package else find(name, *place),
     )
-    words = ["--run-dir", str(tmp_path / "run")] if command == "run" else []
-    assert main([command, "tiny", "trainer.optimizer=adamw_8bit", *words]) == 2
+    folder = ["--run-dir", str(tmp_path / "run")] if command == "run" else []
+    assert main([command, "tiny", *words.split(), *folder]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and not [*tmp_path.iterdir()]
-    assert "trainer.optimizer=adamw_8bit: needs the package bitsandbytes; run: pip install" in line
+    assert f"{said}: needs the package {package}; run: pip install" in line
 
 
 @pytest.mark.parametrize(

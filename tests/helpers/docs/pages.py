@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)([^`]*)$")
 NOT_RUN = re.compile(r"^\s*<!-- not run: (.+) -->\s*$")
 # A paragraph that ends in a block links the file that the block shows. Such links are HTML because
@@ -70,6 +70,12 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
         fenced.append(Block(page=page, line=number + 2, text=text, **about))
         number = end + 1
     return [block for block in fenced if language in (None, block.language)]
+
+
+def typed(page: Path) -> list[str]:
+    """Return the lines that a reader types: those of the page's blocks in bash."""
+    lines = [line for block in blocks(page, "bash") for line in block.text.splitlines()]
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _reason(lines: list[str], fence: int) -> str | None:

@@ -371,7 +371,7 @@ def test_run_ends_early_after_evaluations_without_improvement_and_can_go_on(
     assert [row["step"] for row in rows(early, "train")] == [1, 2, 3, 4, 5, 6]
     assert kept(early) == {"step_2", "step_6"}
     assert main(["run", "--resume", str(early)]) == 2
-    rule = "eval.patience=2: 2 evaluations were no better than that after 2 updates"
+    rule = "eval.patience=2: none of 2 evaluations was better than that after 2 updates"
     line = f"memsaver: --resume {early}: {rule}; set eval.patience=0 to continue\n"
     assert capsys.readouterr().err == line
     continue_run(early, None, ["eval.patience=3"])
@@ -414,7 +414,7 @@ def test_resume_without_a_folder_takes_the_newest_run_with_rows(
     done = {name: len(rows(tmp_path / "runs" / name, "train")) for name in ("older", "newer")}
     assert done == {"older": 1, "newer": 2}
     assert main(["run", "checkpoint.every=1", "--resume"]) == 2
-    assert "runs/newer: steps=2: 2 steps are already done" in capsys.readouterr().err
+    assert "runs/newer: steps=2: the run is done after 2 steps" in capsys.readouterr().err
     with at_work(Path("runs/newer")):
         assert main(["run", "--resume"]) == 2
     assert "runs/newer: another run uses it; wait" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_update_with_other_bits_changes_nothing_and_names_the_token(tmp_path: Pa
     wrong = dataclasses.replace(batch, rollout_logprobs=logprobs)
     trainer = trainer_of(tmp_path)
     before = [param.clone() for param in trainer.model.parameters()]
-    with pytest.raises(UnequalTokens, match="of 1 tokens differ, first of token 4 of sequence 2"):
+    with pytest.raises(UnequalTokens, match="of 1 token differ, first of token 4 of sequence 2"):
         trainer.update_actor(wrong)
     assert all(map(torch.equal, trainer.model.parameters(), before)) and trainer.step == 0
     trainer.config = dataclasses.replace(trainer.config, exact="warn")

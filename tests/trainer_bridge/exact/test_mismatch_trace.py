@@ -60,7 +60,7 @@ def test_record_of_two_ranks_has_the_weights_and_the_unequal_sequence(tmp_path: 
     batch, folder = sampled(tmp_path / "model"), tmp_path / "mismatch"
     ranks = start_ranks(worker, 2, tmp_path / "store", tmp_path / "model", batch, folder)
     for text in results(ranks):
-        assert "of 1 tokens differ, first of token 3 of sequence 1" in text
+        assert "of 1 token differ, first of token 3 of sequence 1" in text
         assert text.endswith(f"memsaver trace-mismatch {folder} names the operation")
     trace = trace_mismatch(folder, max_prefill_tokens=16)
     assert (trace.record.sequence, trace.record.places) == (1, [3])
