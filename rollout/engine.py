@@ -19,7 +19,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
-from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
+from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
@@ -44,6 +44,7 @@ from rollout.weights.update import WeightUpdate, require_active
 
 _log = logging.getLogger("rollout")
 UNFINISHED = get_args(Unfinished)
+IN_FLIGHT = get_args(InFlight)
 
 
 class Launched(NamedTuple):
@@ -151,6 +152,7 @@ class Engine(EngineBase, SteppedEngine):
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
+        self._in_flight: InFlight = "refuse"  # of the update that was begun last
 
     @classmethod
     def from_pretrained(
@@ -227,19 +229,21 @@ class Engine(EngineBase, SteppedEngine):
             gpu = torch.cuda.get_device_name(self.saver.device)
             _log.warning(text, dtype, named, gpu, torch.__version__)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, in_flight: InFlight = "refuse") -> None:
         """Load a checkpoint of the same model as version 0, which ends an open update.
 
         Args:
             path: Model directory, whose configuration and end tokens are the engine's.
+            in_flight: What this means for running requests.
 
         Raises:
-            StateError: Requests run, or the weights sleep or lie in the trainer's pages. Nothing
-                changed.
+            StateError: Requests run and `in_flight` is "refuse", or the weights sleep or lie in the
+                trainer's pages. Nothing changed.
             ValueError: The directory describes another model, which changes nothing and names the
                 keys; or its weights do not fit.
         """
-        self._require_idle("load weights", "load them when generate has returned")
+        check_in_flight(in_flight)
+        self._settle("load weights", in_flight)
         model = load_model_config(path)
         model = model.with_fp32_routers() if self.config.fp32_router else model
         if other := differences(self.model, model):
@@ -249,6 +253,7 @@ class Engine(EngineBase, SteppedEngine):
         self._update.require_own("load weights")
         self._update.abort(f"loading from {path} did not finish")
         self.prefixes.new_weights()
+        self._start_again(in_flight)
         self.store.load(iter_checkpoint(path), str(path))
 
     # ---------------------------------------------------------------- requests and steps
@@ -417,7 +422,7 @@ class Engine(EngineBase, SteppedEngine):
     def sleep(
         self,
         level: int = 1,
-        unfinished: Unfinished = "raise",
+        unfinished: Unfinished = "refuse",
         tags: Sequence[str] | None = None,
         into: str | None = None,
     ) -> None:
@@ -432,9 +437,9 @@ class Engine(EngineBase, SteppedEngine):
         Args:
             level: 1 keeps the weights in host memory. 2 discards them: they are undefined until a
                 weight update commits.
-            unfinished: "raise" refuses to sleep while requests are unfinished. "preempt" recomputes
-                them after the wake-up under the version that is loaded then. "abort" ends them with
-                their present answers.
+            unfinished: "refuse" refuses to sleep while requests are unfinished. "recompute"
+                computes them again after the wake-up, under the version that is loaded then.
+                "abort" ends them with their present answers.
             tags: Tags to pause; None: all.
             into: The trainer's tag (of the peer set by `hand_over_to`) that is reloaded next. It
                 receives the memory that it needs, and the driver the rest.
@@ -448,10 +453,10 @@ class Engine(EngineBase, SteppedEngine):
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
         chosen, left = self._known(tags), self.scheduler.unfinished
-        if left and unfinished == "raise":
+        if left and unfinished == "refuse":
             raise StateError(
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
-                f'sleep with unfinished="preempt" or "abort"'
+                f'sleep with unfinished="recompute" or "abort"'
             )
         with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:
@@ -541,7 +546,12 @@ class Engine(EngineBase, SteppedEngine):
 
     @held()
     def begin_update(
-        self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
+        self,
+        version: int,
+        *,
+        shadow: bool = False,
+        names: Sequence[str] | None = None,
+        in_flight: InFlight = "refuse",
     ) -> WeightOffer:
         """Offer pages into which a new version can be written; replaces an open update.
 
@@ -551,26 +561,32 @@ class Engine(EngineBase, SteppedEngine):
             version: Number of the new version, not lower than the present one.
             shadow: Offer a second copy of the pages. The present version is served until the
                 commit. Otherwise the pages of tag `weights` are offered, and the weights are
-                undefined from now on, so that no request may run.
+                undefined from now on, so that no step runs.
             names: Only these parameters will be written, and the rest keeps its values, which must
                 be defined. Tied names count as one. None: all parameters.
+            in_flight: What the update means for requests that run now or, with `shadow`, at the
+                commit.
 
         Returns:
             The offer, with a ticket to the pages.
 
         Raises:
-            StateError: The weights sleep or lie in the trainer's pages, requests run, `names` are
-                given while the weights are undefined, or `shadow` is wanted while other tensors
-                lie on tag `weights`. Nothing changed, as after every error.
+            StateError: The weights sleep or lie in the trainer's pages, requests run and
+                `in_flight` is "refuse", `names` are given while the weights are undefined, or
+                `shadow` is wanted while other tensors lie on tag `weights`. Nothing changed, as
+                after every error.
             ValueError: The version is older than the present one, a name is unknown, or `names` is
                 empty.
             OutOfMemory: There is no room for shadow pages.
         """
+        check_in_flight(in_flight)
         if not shadow:
-            self._require_idle(
-                "begin a weight update", "begin one with shadow=True, or when generate has returned"
-            )
-        return self._update.begin(version, shadow, names)
+            self._settle("begin a weight update", in_flight)
+        offer = self._update.begin(version, shadow, names)
+        self._in_flight = in_flight
+        if not shadow:
+            self._start_again(in_flight)
+        return offer
 
     @held()
     def commit_update(self, version: int) -> UpdateReceipt:
@@ -587,12 +603,15 @@ class Engine(EngineBase, SteppedEngine):
         Raises:
             WeightUpdateError: The version is not verified; nothing changed. Or other users of the
                 saver discarded its pages, which closes the update.
-            StateError: Requests run, or the weights sleep. Nothing changed.
+            StateError: Requests run and `in_flight` was "refuse", or the weights sleep. Nothing
+                changed.
             LeaseError: A process maps the shadow pages or the weights. Nothing changed, and a later
                 call may succeed.
         """
-        self._require_idle("commit a weight update", "commit it when generate has returned")
-        return super().commit_update(version)
+        self._settle("commit a weight update", self._in_flight)
+        receipt = super().commit_update(version)
+        self._start_again(self._in_flight)
+        return receipt
 
     @held()
     def alias_update(
@@ -629,7 +648,7 @@ class Engine(EngineBase, SteppedEngine):
             WeightUpdateError: The digest differs. After this and any later error the engine is
                 poisoned and has no pages.
         """
-        self._require_idle("alias weights", "alias them when generate has returned")
+        self._settle("alias weights", "refuse")
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
 
     def forget_prefixes(self) -> None:
@@ -682,9 +701,16 @@ class Engine(EngineBase, SteppedEngine):
         if not self.scheduler.unfinished:
             assert not self.prefixes.swapped_pages(), "host pages are held by no request"
 
-    def _require_idle(self, action: str, instead: str) -> None:
-        if running := self.scheduler.running:
-            raise StateError(f"cannot {action} while requests run: {names_of(running)}; {instead}")
+    def _settle(self, action: str, in_flight: InFlight) -> None:
+        """Raise a StateError if requests run, and new weights are refused for them."""
+        if (running := self.scheduler.running) and in_flight == "refuse":
+            rule = f"cannot {action} while requests run: {names_of(running)}; step until they end"
+            raise StateError(f'{rule}, or use in_flight="recompute" or "keep"')
+
+    def _start_again(self, in_flight: InFlight) -> None:
+        """Let running requests compute their keys and values again, unless they are to be kept."""
+        if in_flight == "recompute":
+            self.scheduler.preempt_all()
 
     @property
     def _whole_tags(self) -> Sequence[str]:
@@ -740,6 +766,12 @@ class Engine(EngineBase, SteppedEngine):
         finally:
             if not lost:
                 self._watch.note(KV_CACHE)
+
+
+def check_in_flight(in_flight: str) -> None:
+    """Raise a ValueError unless an update knows the choice."""
+    if in_flight not in IN_FLIGHT:
+        raise ValueError(f"in_flight={in_flight!r} must be one of {', '.join(IN_FLIGHT)}")
 
 
 def _check_experts(model: ModelConfig, config: EngineConfig) -> None:

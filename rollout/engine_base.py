@@ -19,7 +19,13 @@ from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightL
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate
 
-Unfinished = Literal["raise", "preempt", "abort"]
+InFlight = Literal["refuse", "recompute", "keep"]
+"""What new weights mean for running requests.
+
+With "recompute" they start over under the new version, and keep the tokens that they have. With
+"keep" they go on over keys and values of the old version, which no other request uses.
+"""
+Unfinished = Literal["refuse", "recompute", "abort"]
 """What `sleep` does with unfinished requests."""
 
 

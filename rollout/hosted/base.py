@@ -17,7 +17,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
-from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
+from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
     check_taken,
@@ -140,7 +140,7 @@ class HostedRollout(EngineBase):
     def sleep(
         self,
         level: int = 1,
-        unfinished: Unfinished = "raise",
+        unfinished: Unfinished = "refuse",
         tags: Sequence[str] | None = None,
         into: str | None = None,
     ) -> None:
@@ -273,7 +273,12 @@ class HostedRollout(EngineBase):
 
     @held()
     def begin_update(
-        self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
+        self,
+        version: int,
+        *,
+        shadow: bool = False,
+        names: Sequence[str] | None = None,
+        in_flight: InFlight = "refuse",
     ) -> WeightOffer:
         """Offer the weights' pages for a new version, as `Engine.begin_update` does.
 
@@ -281,19 +286,25 @@ class HostedRollout(EngineBase):
             version: Number of the new version.
             shadow: Must be False: the engine's buffers lie on the tag among its parameters.
             names: Only these parameters will be written; None: all.
+            in_flight: Must be "refuse": the engine's cache knows no versions.
 
         Returns:
             The offer, with a ticket to the pages.
 
         Raises:
-            ValueError: Shadow pages are wanted, the version is older than the present one, a name
-                is unknown, or `names` is empty.
+            ValueError: `in_flight` is another, shadow pages are wanted, the version is older than
+                the present one, a name is unknown, or `names` is empty.
             StateError: The weights sleep, or `names` are given while the weights are undefined.
         """
         if shadow:
             raise ValueError(
                 f"{self._hosted.name}'s weights have no shadow pages: its buffers lie among them; "
                 "sync without shadow, when generate has returned"
+            )
+        if in_flight != "refuse":
+            raise ValueError(
+                f"in_flight={in_flight!r}: {self._hosted.name}'s cache knows no versions; sync "
+                "when no request runs, or use engine.kind=native"
             )
         # Before the update is written: some buffers may be views of parameters.
         self._refill_buffers()

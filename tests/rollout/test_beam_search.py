@@ -162,7 +162,7 @@ def test_search_restarts_after_sleep_and_returns_partial_beams_after_abort(path:
     def nap(*_: int) -> None:
         lengths.append(len(engine.scheduler.unfinished[0].output) if engine.unfinished else 0)
         if len(lengths) == 3:
-            engine.sleep(unfinished="preempt")
+            engine.sleep(unfinished="recompute")
             engine.wake_up()
 
     assert ids(engine.generate([prompt], beams(4), on_progress=nap)) == before

@@ -72,7 +72,7 @@ def test_sleep_and_wake_up_refuse_unknown_arguments(engine: Engine, call, match:
 def test_preempted_requests_continue_under_the_new_version(engine: Engine) -> None:
     def swap(done: int, total: int, generated: int) -> None:
         if generated == 6:
-            engine.sleep(level=2, unfinished="preempt")
+            engine.sleep(level=2, unfinished="recompute")
             engine.wake_up()
             update(engine, 4, seed=5)
 

@@ -196,7 +196,7 @@ def test_answers_equal_transformers_after_sleep_between_and_during_calls(
 
     def nap(done: int, total: int, generated: int) -> None:
         if naps and generated >= (9 if len(naps) == 1 else 0):
-            engine.sleep(unfinished="preempt", tags=naps.pop())
+            engine.sleep(unfinished="recompute", tags=naps.pop())
             assert engine.report().tags["kv_cache"].committed_bytes == 0
             engine.wake_up()
             poison(engine)

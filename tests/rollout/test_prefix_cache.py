@@ -199,7 +199,7 @@ def test_cache_stays_consistent_over_preempting_sleeps_and_poisoned_weights(path
 
     def nap(done: int, total: int, generated: int) -> None:
         if generated in (4, 10):
-            engine.sleep(unfinished="preempt")
+            engine.sleep(unfinished="recompute")
             engine.check_integrity()
             assert engine.blocks.available_pages == engine.blocks.total_pages
             engine.wake_up()

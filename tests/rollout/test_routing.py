@@ -103,7 +103,7 @@ def test_recorded_experts_survive_pause(make: Make) -> None:
 
     def pause(done: int, _total: int, tokens: int) -> None:
         if not done and tokens > 9 and not engine.scheduler.preemptions:
-            engine.sleep(unfinished="preempt")
+            engine.sleep(unfinished="recompute")
             engine.wake_up()
 
     prompts = random_prompts((9, 30, 4))

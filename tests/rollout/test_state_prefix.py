@@ -115,7 +115,7 @@ def change_nothing(engine: Engine, path: Path) -> None: ...
 
 
 def nap(engine: Engine, path: Path) -> None:
-    engine.sleep(unfinished="preempt")
+    engine.sleep(unfinished="recompute")
     assert engine.blocks.available_pages == engine.blocks.total_pages
     assert not kept_states(engine)
     engine.wake_up()

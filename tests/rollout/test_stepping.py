@@ -107,7 +107,7 @@ def test_requests_wait_while_the_engine_sleeps(engine: Engine) -> None:
     parts: Parts = defaultdict(list)
     for output in engine.step():
         parts[output.id, output.sample].append(output)
-    engine.sleep(unfinished="preempt")
+    engine.sleep(unfinished="recompute")
     ids.append(engine.submit(PROMPTS[1], GREEDY))
     with pytest.raises(StateError, match="cannot submit: paused"):
         engine.submit(PROMPTS[1], GREEDY, asleep="refuse")

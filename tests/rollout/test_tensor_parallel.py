@@ -84,7 +84,7 @@ def answers(engine: Engine) -> list[Completion]:
 
     def nap(done: int, total: int, tokens: int) -> None:
         if tokens >= 9 and not engine.scheduler.preemptions:
-            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.sleep(unfinished="recompute", tags=["kv_cache"])
             engine.wake_up()
 
     calls = [engine.generate(PROMPTS, GREEDY, on_progress=nap), engine.generate(PROMPTS, SAMPLED)]

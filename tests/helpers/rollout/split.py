@@ -163,7 +163,7 @@ def generate(
     def on_progress(done: int, total: int, tokens: int) -> None:
         flights.append(len(engine.inbox.transfers))
         if split.nap and len(flights) == 1:
-            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.sleep(unfinished="recompute", tags=["kv_cache"])
             engine.wake_up()
         if split.meddled and len(flights) == 1:
             engine.saver.pause("kv_cache")
