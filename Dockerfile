@@ -2,8 +2,8 @@
 #   docker build -t memsaver .
 #   docker run --gpus all --shm-size=16g --rm memsaver memsaver doctor
 FROM ubuntu:24.04
-# Triton compiles kernels with gcc and Python's headers; g++ compiles the hook into torch's CPU allocator.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ make python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
+# Triton compiles kernels with gcc and Python's headers; g++ compiles the hook into torch's CPU allocator; KubeRay probes by wget.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ make python3-dev python3-venv wget && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/memsaver/bin:$PATH NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN python3 -m venv /opt/memsaver
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE /clone/

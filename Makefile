@@ -79,6 +79,7 @@ lint: setup
 # The documentation site, in site/index.html; a warning is an error.
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	git ls-files -z examples | xargs -0 cp --parents -t site  # the pages link them
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 .venv/.docs: $(READY)

@@ -116,6 +116,7 @@ class _Subject:
     step: int = 0
     started: datetime | None = None
     decisions: Decisions | None = None
+    sample_all_ids: bool = False  # as the run of a random model does
 
 
 def evaluate_model(
@@ -159,7 +160,7 @@ def evaluate_model(
         if out is not None:
             with writable(f"--out {out}"):
                 out.mkdir(parents=True, exist_ok=True)
-        return _evaluated(setup, subject, found.step, out)
+        return _evaluated(setup, subject, found, out)
 
 
 def _subject(
@@ -208,7 +209,7 @@ def _of_run(run: Path, question: Question, folder: Path, step: int | None, best:
     kept: dict[str, Any] = {"step": int(checkpoint.name.removeprefix("step_"))}
     if "started" in values:
         kept["started"] = datetime.fromisoformat(values["started"])
-    kept["decisions"] = Decisions.lasting(values)
+    kept |= {"decisions": Decisions.lasting(values), "sample_all_ids": own.model.random_init}
     found = _of(str(run), question, model=str(folder / "model"), recipe=recipe, **kept)
     export_run(run, folder / "model", merge_adapters=bool(own.lora.rank), step=found.step)
     return found
@@ -219,7 +220,8 @@ def _of_model(subject: str, question: Question, folder: Path) -> _Subject:
     question.check_model(subject)
     if question.recipe is not None:
         recipe = load(question.recipe, question.settings)
-        return _of(subject, question, model=str(find_model(subject)), recipe=recipe)
+        given = {"model": str(find_model(subject)), "sample_all_ids": recipe.model.random_init}
+        return _of(subject, question, recipe=recipe, **given)
     file = folder / "defaults.yaml"
     file.write_text(json.dumps({"model": {"path": subject}, "task": {"name": "toy"}, "steps": 1}))
     recipe = load(file, question.settings)
@@ -264,7 +266,7 @@ def _without_training(found: _Subject, question: Question) -> Recipe:
     )
 
 
-def _evaluated(setup: Setup, subject: str, step: int, out: Path | None) -> dict[str, Any]:
+def _evaluated(setup: Setup, subject: str, found: _Subject, out: Path | None) -> dict[str, Any]:
     view = ProgressView(1)
     try:
         view.note(f"{subject}: {_conditions(setup)}")
@@ -272,10 +274,10 @@ def _evaluated(setup: Setup, subject: str, step: int, out: Path | None) -> dict[
             rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)
             stack.enter_context(contextlib.closing(rewards))
             with _stage(view, "build_engine"):
-                rollout = stack.enter_context(_opened(setup))
+                rollout = stack.enter_context(_opened(setup, found.sample_all_ids))
             with _stage(view, "evaluate"):
                 evaluation, missing = _answered(rollout, setup, rewards, view.note)
-        row = {"kind": "eval", "step": step, **evaluation.row}
+        row = {"kind": "eval", "step": found.step, **evaluation.row}
         row |= {"partial": True} if missing else {}
         figures = " | ".join(f"{name} {value:.4g}" for name, value in numbers_of(row).items())
         view.note(f"{'interrupted; partial: ' if missing else ''}{figures}")
@@ -330,8 +332,10 @@ def _conditions(setup: Setup) -> str:
 
 
 @contextlib.contextmanager
-def _opened(setup: Setup) -> Iterator[Rollout]:
+def _opened(setup: Setup, sample_all_ids: bool) -> Iterator[Rollout]:
     arguments = engine_arguments(setup)
+    if not setup.recipe.engine.hosted:  # Hosted engines sample all ids always.
+        arguments["sample_all_ids"] = sample_all_ids
     arguments |= {"path": str(setup.model_dir), "device": setup.device}
     arguments["dtype"] = getattr(torch, arguments["dtype"])
     rollout, close = build_engine(arguments.pop("kind"), arguments)

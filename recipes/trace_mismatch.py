@@ -40,6 +40,7 @@ def show_trace(run_dir: Path, device: str | None = None) -> int:
     if (folder.parent / "recipe.yaml").is_file():
         settings = load(folder.parent / "recipe.yaml")
         options = {name: getattr(settings.engine, name) for name in _OF_ENGINE}
+        options["sample_all_ids"] = settings.model.random_init
         torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     try:
         trace = trace_mismatch(folder, device=device, **options)

@@ -135,7 +135,7 @@ def _joined(shape: Sequence[int], *strides: Strides) -> list[tuple[int, ...]]:
 class RowCopies:
     """Rows that are copied or digested repeatedly, on a GPU in few launches from one table.
 
-    Sources must keep their addresses. The table takes less than 16 MiB of device memory, however
+    Sources must keep their addresses. The table takes at most some 16 MiB of device memory, however
     large the model is. `device` is that of the sources, and of memory that is only digested.
     """
 

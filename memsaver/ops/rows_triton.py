@@ -20,7 +20,7 @@ from torch import Tensor
 from memsaver.ops.hash import GOLDEN, MASK64, MUL32
 
 MIN_CHUNK = 1 << 15  # elements: a whole number of blocks of every kernel instance
-_MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
+_MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 4 MiB of partial sums
 _LONG = 4  # rows of at least this many chunks become runs: a quarter more programs at most
 _ALIGN = 16  # bytes of an aligned access; the elements of an aligned run are a multiple of it, too
 _SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # columns of `memsaver.ops.rows.Row`

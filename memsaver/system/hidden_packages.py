@@ -18,13 +18,16 @@ def hiding(name: str, *before: str) -> Path | None:
         *before: Folders that are searched before those of `sys.path`.
 
     Returns:
-        Its file, or its folder if that has no `__init__.py`; None if Python finds our package.
+        Its file, or its folder if that has no `__init__.py`; None if Python finds our package, or
+        that of another clone, from which it takes memsaver, too.
     """
     spec = PathFinder.find_spec(name, [*before, *sys.path])
     if spec is None:
         return None
     found = Path(spec.origin or next(iter(spec.submodule_search_locations or ())))
-    return None if found.resolve() == ROOT / name / "__init__.py" else found
+    folder = found.parent if found.name == "__init__.py" else found
+    clone = folder.parent / Path(__file__).relative_to(ROOT)
+    return None if clone.exists() else found
 
 
 def refuse_hidden(*names: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.config import sections
-from recipes.config.decisions import why_ray
 from recipes.config.recipe import Recipe, default_of, keys_of, remedy_of
 from recipes.config.sections import (
     DATA_ENDINGS,
@@ -337,7 +336,7 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
         )
         usual["cluster.n_gpus_per_node"] = "is untested above one engine"
         size = (recipe.engine.options or {}).get("tp_size", 1)
-        if size != 1 and why_ray(recipe):
+        if size != 1 and recipe.driver == "ray":
             rule = f"cannot run engine.options.tp_size={size}: an actor sees one GPU"
             yield "driver", rule, "set driver=inprocess"
     faults = {key: rule for key, rule in usual.items() if recipe.value(key) != default_of(key)}

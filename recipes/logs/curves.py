@@ -45,7 +45,7 @@ class Panel(NamedTuple):
 def panels_of(rows: Sequence[Row]) -> list[Panel]:
     """Return the panels for which a run has figures; values that are not finite are left out.
 
-    A single reward function or set has no panel, because the curve of the reward shows it.
+    A single reward function or set has no panel if its curve is that of the reward.
     """
     curves: dict[str, Curve] = {}
     for row in (*of_kind(rows, "train"), *of_kind(rows, "eval")):
@@ -57,7 +57,7 @@ def panels_of(rows: Sequence[Row]) -> list[Panel]:
     for title, axis, scale, pattern in PANELS:
         names = [name for name in curves if re.fullmatch(pattern, name)]
         own = {re.sub("^(rewards|sets)/(.+)/.+", r"\2", name): curves[name] for name in names}
-        if len(own) > ("/" in pattern):
+        if own and ("/" not in pattern or [*own.values()] != [curves.get("reward")]):
             panels.append(Panel(title, axis, scale, own))
     return panels
 

@@ -111,6 +111,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> Legend:
         shown = [point for point in curve if point[1] > 0 or scale == "linear"]
         marker = "o" if name.endswith("held-out") or len(shown) == 1 else None
         label = name if len(name) <= LABEL else f"… {name[-LABEL:]}"
+        label = f" {label}" if label.startswith("_") else label  # matplotlib hides such a label.
         axes.plot(*(zip(*shown, strict=True) if shown else ([], [])), label=label, marker=marker)
     axes.set(xlabel="step", ylabel=panel.axis, yscale=scale)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -59,12 +59,14 @@ def render_page(path: Path) -> str:
 
     rows = RunFolder(path).rows()
     memory = path / "memory.png"
+    recipe, decisions = read_values(path / "recipe.yaml"), read_json(path / "decisions.json")
     engine = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return engine.from_string(TEMPLATE.read_text()).render(
         name=path.resolve().name,
-        recipe=read_values(path / "recipe.yaml"),
+        recipe=recipe,
         figures=key_figures(rows),
-        decisions=decided(read_json(path / "decisions.json")),
+        driver=decisions.get("driver", recipe.get("driver")),
+        decisions=decided(decisions),
         curves=[(panel, data_uri(draw_curves([panel]))) for panel in panels_of(rows)],
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
         held=memory_held(rows),
@@ -83,8 +85,9 @@ def render_page(path: Path) -> str:
 
 def decided(decisions: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return name, value and reason of each decision."""
-    reasons = decisions.pop("reasons", {})
-    return [(name, shown(value), reasons.get(name, "")) for name, value in decisions.items()]
+    reasons = decisions.get("reasons", {})
+    values = [(name, value) for name, value in decisions.items() if name != "reasons"]
+    return [(name, shown(value), reasons.get(name, "")) for name, value in values]
 
 
 def key_figures(rows: Sequence[Row]) -> dict[str, str]:
@@ -98,7 +101,7 @@ def key_figures(rows: Sequence[Row]) -> dict[str, str]:
         if values := _values(rows, "train", key):
             figures[f"{label}, median"] = form.format(median(values))
     if timed := of_kind(rows, "train", "stages", "step_seconds"):
-        share = sum(map(switch_seconds, timed)) / sum(row["step_seconds"] for row in timed)
+        share = median(switch_seconds(row) / row["step_seconds"] for row in timed)
         seconds = median(map(switch_seconds, timed))
         figures["switch, median"] = f"{seconds:.3f} s, {share:.1%} of a step"
     sent = [sync.get("node_bytes", 0) for sync in _values(rows, "train", "sync")]

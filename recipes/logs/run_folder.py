@@ -109,6 +109,11 @@ def _make_numbered(recipe: str) -> Path:
 
 def _make(path: Path) -> Path:
     with contextlib.suppress(OSError):
+        if path.samefile(Path()):
+            path = Path()  # By another name, it would be removed: rmdir and rmtree refuse this one.
+        elif path.is_symlink():
+            path = path.resolve()  # rmtree does not follow links.
+    with contextlib.suppress(OSError):
         path.rmdir()  # Replace an empty folder, so that its owner is this user.
     try:
         # The working folder and a mounted folder cannot be replaced, even if they are empty.

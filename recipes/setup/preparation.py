@@ -325,6 +325,10 @@ def check_training(recipe: Recipe) -> None:
 
 def _check_packages(recipe: Recipe) -> None:
     kind, ray = recipe.engine.kind, why_ray(recipe)
+    size = (recipe.engine.options or {}).get("tp_size", 1)
+    if ray and kind == "sglang" and size != 1:  # A rule of recipes refuses driver=ray itself.
+        rule = f"cannot run engine.options.tp_size={size}: an actor sees one GPU"
+        raise RecipeError(f"{ray}: {rule}; set driver=inprocess")
     for key, needed, module, package in (
         (ray, ray, "ray", "'memsaver[ray]'"),
         (f"engine.kind={kind}", recipe.engine.hosted, kind, kind),

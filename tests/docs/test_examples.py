@@ -21,7 +21,7 @@ from examples import judge, kv_engine, own_engine, own_model, plain_loop, plain_
 from recipes.rewards import Answer, Rewards, RewardSet
 from recipes.run import start_run
 from recipes.setup.model_files import toy_tokenizer
-from tests.helpers.docs.pages import ROOT
+from tests.helpers.docs.pages import ROOT, blocks
 from tests.helpers.recipes.tiny_runs import rows, without_pictures
 from tests.helpers.trainer_bridge.models import write_model
 
@@ -88,6 +88,11 @@ def test_example_without_what_it_needs_ends_in_one_line(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert re.fullmatch(r"usage: python .*|.*; run: pip install .*|nothing .*", str(ended.value))
+
+
+def test_cycle_adds_at_most_40_lines_to_a_loop() -> None:
+    (shown,) = blocks(ROOT / "docs" / "how-to" / "own-loop.md", "diff")
+    assert 20 < sum(bool(re.match(r"\+ +\S", line)) for line in shown.text.splitlines()) <= 40
 
 
 def test_other_engine_answers_the_same_after_pause_and_resume(path: str) -> None:

@@ -69,3 +69,9 @@ def test_start_parameters_are_options_of_ray_start() -> None:
     options = {option for param in scripts.start.params for option in param.opts}
     for group in (HEAD, WORKERS):
         assert {f"--{name}" for name in group["rayStartParams"]} <= options
+
+
+def test_environment_of_the_job_is_readable() -> None:
+    assert yaml.safe_load(SPEC["runtimeEnvYAML"]) == {
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    }

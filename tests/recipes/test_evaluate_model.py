@@ -45,7 +45,8 @@ def evaluated(*words: object) -> dict[str, Any]:
 def test_run_and_its_export_get_the_row_of_the_runs_last_evaluation(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run("tiny", *SMALL, "steps=2", "eval.samples=3", "eval.temperature=1.0")
+    wide = "model.config.vocab_size=300"  # Most ids are not the tokenizer's.
+    run = make_run("tiny", *SMALL, wide, "steps=2", "eval.samples=3", "eval.temperature=1.0")
     last = rows(run, "eval")[-1]
     row = evaluated(run, "--out", tmp_path / "run")
     assert row == {key: last[key] for key in row} and row["step"] == 2 and "pass@2" in row

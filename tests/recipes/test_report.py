@@ -341,8 +341,11 @@ def test_panels_have_a_curve_for_each_reward_function_and_evaluation() -> None:
     assert [len(axes.lines) for axes in figure.axes] == [1, 2, 4, 1, 2]
     assert len({line.get_linestyle() for line in figure.axes[2].lines}) == 4
     assert figure.axes[4].lines[1].get_xydata().tolist() == [[1, 1e-5], [2, 1e-5]]
-    alone = panels_of([train_row(1, **functions(right=0.5))])
-    assert "Reward functions" not in {panel.title for panel in alone}
+    for value, has_panel in ((0.5, True), (0.1, False)):  # The reward is 0.1.
+        alone = panels_of([train_row(1, **functions(_right=value))])
+        assert ("Reward functions" in {panel.title for panel in alone}) == has_panel
+        labels = draw_curves(alone).axes[has_panel].get_legend_handles_labels()[1]
+        assert len(labels) == 1, "matplotlib leaves out labels that begin with _"
 
 
 def test_memory_picture_shows_first_device_with_bytes_held_before_the_step() -> None:

@@ -63,6 +63,16 @@ def test_new_folder_is_removed_unless_the_run_writes_its_first_files(
         raise KeyError
     written = {entry.name for entry in path.iterdir()}
     assert written == {".lock", "recipe.yaml", "environment.json", "metrics.jsonl"}
+    here, link = tmp_path / "here", tmp_path / "link"
+    here.mkdir()
+    link.symlink_to(here)
+    for name in (link, here, Path("../here")):  # Its users keep their working folder.
+        monkeypatch.chdir(tmp_path if name is link else here)
+        with pytest.raises(KeyError), new_folder(name, "tiny") as made:
+            (made / "model").mkdir()
+            raise KeyError
+        here.mkdir(exist_ok=name is not link)
+        assert not [*here.iterdir()] and Path.cwd().exists()
 
 
 def test_new_folder_is_refused_in_one_line_if_it_cannot_be_created(folder: RunFolder) -> None:
