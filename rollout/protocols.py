@@ -46,6 +46,8 @@ class UpdatableEngine(Protocol):
     ) -> WeightOffer:
         """Offer pages into which a new version can be written.
 
+        Engines that are stepped also take `in_flight`, as `Engine.begin_update` does.
+
         Args:
             version: Number of the new version.
             shadow: Offer a second copy of the pages; the present version is served meanwhile.

@@ -1,6 +1,7 @@
 """The way of a policy's weights into rollouts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,16 +63,16 @@ class PolicySync:
         if self._layout is not None:
             self._alias = PageAlias(self._saver, PARAMS, self._layout, self._sync)
 
-    def sync(self, version: int, shadow: bool) -> SyncReceipt:
+    def sync(self, version: int, **options: Any) -> SyncReceipt:
         """Write the weights into the engines' pages; see `Trainer.sync_weights`."""
         if self._sync is None:
             rule = "sync_weights() has no rollout"
             raise StateError(f"{rule}; call connect([engine]) first, on every rank")
         if self._adapters is None:
-            return self._sync.sync(version, shadow=shadow)
+            return self._sync.sync(version, **options)
         names = self._adapters.names if self._sync.holds() else None
         factors = self._adapters.factors()
-        return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
+        return self._sync.sync(version, names=names, derived=factors, **options)
 
     def alias(self, version: int) -> SyncReceipt:
         """Let the engines serve the trainer's pages; see `Trainer.alias_weights`."""

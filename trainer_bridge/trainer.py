@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memsaver import MemorySaver
 from memsaver.errors import StateError
-from rollout.engine_base import SaverSide
+from rollout.engine_base import InFlight, SaverSide
 from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import Dtype, TrainerConfig
@@ -332,7 +332,9 @@ class Trainer(SaverSide):
         """
         self._sync.connect(targets, group, self.device)
 
-    def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
+    def sync_weights(
+        self, version: int, *, shadow: bool = False, in_flight: InFlight = "refuse"
+    ) -> SyncReceipt:
         """Write the parameters into the engines' pages, verify and serve them; see `WeightSync`.
 
         The new version is served on all ranks or on none. Adapters are merged into the base, and
@@ -342,6 +344,9 @@ class Trainer(SaverSide):
         Args:
             version: Number of these weights; not lower than that of the last sync.
             shadow: Write into a second copy, while the engines serve the old version.
+            in_flight: What the sync means for running requests: refuse it ("refuse"), let them
+                start over under the new version ("recompute"), or go on over the keys and values
+                that they have ("keep").
 
         Returns:
             The receipt, equal on all ranks but for the seconds.
@@ -352,7 +357,7 @@ class Trainer(SaverSide):
             SyncError: Another rank failed; the text names stage, rank and error.
         """
         self._require("sync_weights", PARAMS)
-        return self._sync.sync(version, shadow)
+        return self._sync.sync(version, shadow=shadow, in_flight=in_flight)
 
     def alias_weights(self, version: int) -> SyncReceipt:
         """Share the trainer's pages with the engines, which then serve them; see `PageAlias.share`.

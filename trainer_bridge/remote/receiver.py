@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from memsaver.system.devices import place_of
 from rollout.actor import RolloutActor
+from rollout.engine_base import InFlight
 from rollout.process_group import RankAddress, join_apart, leave
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
@@ -37,10 +38,12 @@ class RolloutRankActor(RolloutActor):
         agreement, place = group_agreement(self._group), place_of(device)
         self._sync = WeightSync((), dict, [self.held], agreement, place=place, device=device)
 
-    def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
+    def sync_weights(
+        self, version: int, *, shadow: bool = False, in_flight: InFlight = "refuse"
+    ) -> SyncReceipt:
         """Receive, verify and serve a version; a collective call with the trainer's ranks."""
         assert self._sync is not None
-        return self._sync.follow(version, shadow=shadow)
+        return self._sync.follow(version, shadow=shadow, in_flight=in_flight)
 
     def _disconnect(self) -> None:
         if self._sync is not None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ import memsaver
 from memsaver.ops.hash import MASK64
 from memsaver.system.devices import place_of
 from memsaver.system.torch_defaults import torch_defaults, with_torch_defaults
+from rollout.engine_base import InFlight
 from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
@@ -224,6 +225,7 @@ class WeightSync:
         version: int,
         *,
         shadow: bool = False,
+        in_flight: InFlight = "refuse",
         names: Collection[str] | None = None,
         derived: Mapping[str, LowRank] | None = None,
     ) -> SyncReceipt:
@@ -233,6 +235,7 @@ class WeightSync:
             version: Number of the weights; not lower than that of the last sync.
             shadow: Write into a second copy, for which the targets map more pages. They serve their
                 old version until the commit.
+            in_flight: What the sync means for the targets' running requests.
             names: Write only these parameters, by the trainer's names. The targets' weights must be
                 defined by an earlier sync.
             derived: Parameters that are computed from this rank's shard while they are written.
@@ -246,9 +249,11 @@ class WeightSync:
         """
         chosen = None if names is None else tuple(sorted(names))
         self._announce("sync", chosen)
-        return self._sync(version, shadow, chosen, derived or {})
+        return self._sync(version, _offered(shadow, in_flight), chosen, derived or {})
 
-    def follow(self, version: int, *, shadow: bool = False) -> SyncReceipt:
+    def follow(
+        self, version: int, *, shadow: bool = False, in_flight: InFlight = "refuse"
+    ) -> SyncReceipt:
         """Take part in the other ranks' calls until they have synced, on a rank without shards.
 
         Arguments, result and errors are those of `sync`.
@@ -256,7 +261,7 @@ class WeightSync:
         while True:
             call, names = self.agreement.agree("announce", lambda: ("", None))[0]
             if call == "sync":
-                return self._sync(version, shadow, names, {})
+                return self._sync(version, _offered(shadow, in_flight), names, {})
             self._holds()
 
     def _announce(self, call: str, names: tuple[str, ...] | None = None) -> None:
@@ -266,15 +271,15 @@ class WeightSync:
     def _sync(
         self,
         version: int,
-        shadow: bool,
+        offered: Mapping[str, Any],
         chosen: tuple[str, ...] | None,
         derived: Mapping[str, LowRank],
     ) -> SyncReceipt:
         started, state = time.perf_counter(), _Round(version, derived)
         self._agree(state, "prepare", lambda: self._prepare(state, chosen))
         try:
-            offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
-            offers = list(chain.from_iterable(offered))
+            opened = self._agree(state, "open", lambda: self._open(state, offered, chosen))
+            offers = list(chain.from_iterable(opened))
             self._agree(state, "map", lambda: self._map(state, offers))
             results = self._agree(state, "write", lambda: self._write(state))
             written = [digests for digests, _, _ in results]
@@ -353,16 +358,16 @@ class WeightSync:
             )
 
     def _open(
-        self, state: _Round, shadow: bool, names: tuple[str, ...] | None
+        self, state: _Round, offered: Mapping[str, Any], names: tuple[str, ...] | None
     ) -> list[WeightOffer]:
         offers = []
         for number, target in enumerate(self.targets, start=self._first):
-            offers.append(target.begin_update(state.version, shadow=shadow, names=names))
+            offers.append(target.begin_update(state.version, names=names, **offered))
             state.opened.append(target)
             planned = self.plan.targets[number].manifest.layout_hash
-            offered = offers[-1].layout_hash
-            if planned != offered:
-                text = f"made for layout {planned}, the rollout offers {offered}; connect again"
+            layout = offers[-1].layout_hash
+            if planned != layout:
+                text = f"made for layout {planned}, the rollout offers {layout}; connect again"
                 raise ValueError(f"stale plan for version {state.version}: {text}")
         return offers
 
@@ -475,6 +480,11 @@ def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
     parts = flat.split([tensor.numel() for tensor in chosen.values()])
     pairs = zip(chosen.items(), parts, strict=True)
     return {name: part.reshape(tensor.shape).clone() for (name, tensor), part in pairs}
+
+
+def _offered(shadow: bool, in_flight: InFlight) -> dict[str, Any]:
+    """Return the options of `begin_update`; engines of others need not know `in_flight`."""
+    return {"shadow": shadow} | ({} if in_flight == "refuse" else {"in_flight": in_flight})
 
 
 def _abort(state: _Round, error: BaseException) -> None:
