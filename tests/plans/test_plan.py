@@ -246,7 +246,7 @@ def test_command_prints_draws_and_writes_a_plan(tmp_path: Path, capsys: Capture)
     assert printed.startswith("tiny: MiB of host memory")
     assert "planned for: cpu, 2.00 GiB of host memory\n" in printed and "contexts" not in printed
     assert main([*words, "cluster.host_gib=0.5"]) == 3
-    assert re.search(r"GiB of host memory; .*take a machine with", capsys.readouterr().out)
+    assert re.search(r"[GM]iB of host memory; .*take a machine with", capsys.readouterr().out)
 
 
 def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
