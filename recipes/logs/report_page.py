@@ -69,7 +69,7 @@ def render_page(path: Path) -> str:
         decisions=decided(decisions),
         curves=[(panel, data_uri(draw_curves([panel]))) for panel in panels_of(rows)],
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
-        held=memory_held(rows),
+        held=memory_held(rows) if recipe.get("cluster", {}).get("colocate", True) else "",
         stages=longest_stages(rows),
         planned=planned_and_measured(rows, read_json(path / "plan.json")),
         within=WITHIN,
