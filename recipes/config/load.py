@@ -61,7 +61,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         faults = explain(error, values)
     if faults:
         raise RecipeError("\n".join(placed(key, fault) for key, fault in faults))
-    if idle := list(_without_effect(recipe, overrides, read_values(file))):
+    replaced = read_values(file) if "loss.kind" in typed else {}
+    if idle := list(_without_effect(recipe, overrides, replaced)):
         raise RecipeError("\n".join(idle))
     return recipe
 
@@ -161,12 +162,14 @@ def _without_effect(
 ) -> Iterator[str]:
     """Yield a line for each override without effect, except for those that set null.
 
-    `replaced` are the values of the file. A packaged loss that replaces the user's has an effect.
+    `replaced` are the values of the file, if `loss.kind` is overridden: a packaged loss that
+    replaces the user's has an effect.
     """
     own_loss = ":" in str((replaced.get("loss") or {}).get("kind"))
+    ignored = idle_keys(recipe)
     for override in overrides:
         key, _, value = override.partition("=")
-        for idle, why in idle_keys(recipe).items():
+        for idle, why in ignored.items():
             if value != "null" and _within(key, idle) and not (own_loss and key == "loss.kind"):
                 fault = f"has no effect with {why}; change that, or drop {key}"
                 yield f"command line: {shown(override)}: {fault}"

@@ -335,9 +335,7 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
             "engine.options.tp_size"
         )
         usual["cluster.n_gpus_per_node"] = "is untested above one engine"
-        size = (recipe.engine.options or {}).get("tp_size", 1)
-        if size != 1 and recipe.driver == "ray":
-            rule = f"cannot run engine.options.tp_size={size}: an actor sees one GPU"
+        if recipe.driver == "ray" and (rule := needs_more_gpus(recipe)):
             yield "driver", rule, "set driver=inprocess"
     faults = {key: rule for key, rule in usual.items() if recipe.value(key) != default_of(key)}
     if recipe.device == "cpu":
@@ -351,6 +349,12 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
             faults[key] = f"is raised to {VLLM_COLDEST} by vLLM"
     for key, rule in faults.items():
         yield key, f"{rule}, with engine.kind={kind}"
+
+
+def needs_more_gpus(recipe: Recipe) -> str:
+    """Return why an actor cannot hold SGLang's engine, which starts its ranks; empty if it can."""
+    size = (recipe.engine.options or {}).get("tp_size", 1) if recipe.engine.kind == "sglang" else 1
+    return f"cannot run engine.options.tp_size={size}: an actor sees one GPU" if size != 1 else ""
 
 
 def idle_keys(recipe: Recipe) -> dict[str, str]:

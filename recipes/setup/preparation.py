@@ -325,9 +325,7 @@ def check_training(recipe: Recipe) -> None:
 
 def _check_packages(recipe: Recipe) -> None:
     kind, ray = recipe.engine.kind, why_ray(recipe)
-    size = (recipe.engine.options or {}).get("tp_size", 1)
-    if ray and kind == "sglang" and size != 1:  # A rule of recipes refuses driver=ray itself.
-        rule = f"cannot run engine.options.tp_size={size}: an actor sees one GPU"
+    if ray and (rule := rules.needs_more_gpus(recipe)):  # A rule of recipes knows driver=ray alone.
         raise RecipeError(f"{ray}: {rule}; set driver=inprocess")
     for key, needed, module, package in (
         (ray, ray, "ray", "'memsaver[ray]'"),
