@@ -344,7 +344,7 @@ def _result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     if not _makes_tensor(func):
         return func(*args, **kwargs)
-    key = func, _shapes(args), _shapes(kwargs.values()), *kwargs
+    key = func, torch.get_default_dtype(), _shapes(args), _shapes(kwargs.values()), *kwargs
     if (shape := _SHAPES.get(key)) is None:
         out = func(*args, **kwargs)
         if type(out.untyped_storage()) is not _PlannedStorage:  # else an undeclared view

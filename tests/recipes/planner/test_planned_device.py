@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,6 +74,24 @@ def learn(checkpointed: bool) -> None:
         logits = hidden @ model[0].weight.T
         nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(512).long()).backward()
     optimizer.step()
+
+
+def test_new_tensor_has_the_default_dtype_of_its_moment() -> None:
+    with PlannedDevice(workspace_bytes=0):
+        for dtype in (torch.bfloat16, torch.float32):
+            with default_dtype(dtype):
+                made = torch.empty(3, 7), torch.full((3, 7), 0.5), torch.arange(0.0, 3.0)
+            assert {tensor.dtype for tensor in made} == {dtype}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
