@@ -109,6 +109,7 @@ class MemorySaver:
         )
         self._recorder = Recorder(self.backend)
         self._accounts = Accounts(self.backend, self._pool, self._tags)
+        self._operations = 0
         self._closed = False
 
     def __repr__(self) -> str:
@@ -184,6 +185,16 @@ class MemorySaver:
     def tags(self) -> list[str]:
         """Return the tags in the order of their first use."""
         return [arena.tag for arena in self._tags]
+
+    @property
+    def operations(self) -> int:
+        """Return a number that grows with every change of a tag.
+
+        What a caller knows of the tags holds until then. Allocations in a mapped part of a tag
+        change nothing. Reading takes no lock.
+        """
+        self._require_open()
+        return self._operations
 
     def is_paused(self, tag: str) -> bool:
         """Return whether the tag is paused.
@@ -921,7 +932,10 @@ class MemorySaver:
         """Run the body as one operation: under the lock, without interrupts, and logged."""
         with held(), self._lock, self.backend.allow_captures(), self._recorder.logged():
             call_due()
-            yield
+            try:
+                yield
+            finally:
+                self._operations += 1
 
     def _require_open(self) -> None:
         if self._closed:

@@ -151,6 +151,7 @@ class Engine(EngineBase, SteppedEngine):
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
+        self._checked = -1  # the saver's number of operations when the engine was found ready
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
         self._in_flight: InFlight = "refuse"  # of the update that was begun last
 
@@ -721,7 +722,12 @@ class Engine(EngineBase, SteppedEngine):
         """Raise a StateError if the engine cannot compute; forget keys and values that were lost.
 
         With `together`, all tensor-parallel ranks call this without a request, and decide together.
+        Otherwise one question answers: whether the saver has changed a tag since.
         """
+        operations = self.saver.operations
+        known = operations == self._checked and self.store.version is not None
+        if known and not together and self._ranks.failure is None:
+            return
         reason = self.unavailable_reason()
         kept = not self._notice_loss()
         if together and self._ranks.failure is None:
@@ -738,6 +744,7 @@ class Engine(EngineBase, SteppedEngine):
         if not self._renewed:
             self.cache.on_resume(partly=True)
             self._renewed = True
+        self._checked = operations
 
     def _notice_loss(self) -> bool:
         """Start over if another user of the saver discarded or paused the KV cache.

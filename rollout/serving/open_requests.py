@@ -53,8 +53,9 @@ class OpenRequests:
         error of a sample that has none.
         """
         told, ended = self._scheduler.take_news()
-        self.abort({sample.request for sample in ended if sample.finish_reason == "error"})
-        ended += self._scheduler.take_news()[1]
+        if broken := {sample.request for sample in ended if sample.finish_reason == "error"}:
+            self.abort(broken)
+            ended += self._scheduler.take_news()[1]
         running = (sample for sample in dict.fromkeys(told) if sample.finish_reason is None)
         outputs = [sample.news() for sample in running]
         for sample in ended:
