@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollout import Engine, SamplingParams
+from tests.helpers.default_dtype import default_dtype
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
@@ -29,19 +30,9 @@ SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "device": lambda: torch.device("meta"),
-    "dtype": lambda: dtype_of(torch.float64),
+    "dtype": lambda: default_dtype(torch.float64),
 }
 CASES = [*SETTINGS, " ".join(SETTINGS)]
-
-
-@contextlib.contextmanager
-def dtype_of(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def inside(names: str) -> Do:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from memsaver.report import PAGE_POOL
 from recipes.planner.planned_device import PlannedDevice, PlannedTensor
 from recipes.planner.planned_sides import PlannedSaver
 from recipes.planner.sizes import MIB
+from tests.helpers.default_dtype import default_dtype
 
 
 class RealStorages(TorchDispatchMode):
@@ -82,16 +81,6 @@ def test_new_tensor_has_the_default_dtype_of_its_moment() -> None:
             with default_dtype(dtype):
                 made = torch.empty(3, 7), torch.full((3, 7), 0.5), torch.arange(0.0, 3.0)
             assert {tensor.dtype for tensor in made} == {dtype}
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
