@@ -46,6 +46,8 @@ class SamplingParams:
             number in any batch. None takes a seed from the engine.
         stop_token_ids: Token ids that end a sample, in addition to the model's end tokens.
         ignore_eos: Only `stop_token_ids` end a sample.
+        forced: The first tokens of each answer, which are not drawn. Each still gets its
+            log-probability, and an end token among them ends the sample.
         beam_width: Above 1, beam search with this number of branches. The best `n` answers are
             returned, and nothing is sampled.
         length_penalty: Beam search ranks answers by sum of log-probs / length ** length_penalty.
@@ -62,18 +64,15 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    forced: tuple[int, ...] = ()
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        rule = "must be a sequence of token ids, such as (5,)"
-        listed = self.stop_token_ids is None or isinstance(self.stop_token_ids, Iterable)
-        check_option(self, "stop_token_ids", listed, rule)
         if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        whole = all(_is_number(token, Integral) for token in self.stop_token_ids or ())
-        check_option(self, "stop_token_ids", whole, rule)
+            self._keep_as_tuple("stop_token_ids")
+        self._keep_as_tuple("forced")
         check_counts(self, "max_tokens", "n", "beam_width")
         check_counts(self, "top_k", *([] if self.seed is None else ["seed"]), least=0)
         for name in ("temperature", "top_p", "length_penalty"):
@@ -84,7 +83,16 @@ class SamplingParams:
         check_option(self, "top_k", self.top_k < 2**31, "must be in [0, 2**31) (0 is off)")
         check_option(self, "top_p", 0 < self.top_p <= 1, "must be in (0, 1] (1 is off)")
         check_option(self, "seed", (self.seed or 0) < 2**63, "must be in [0, 2**63), or None")
+        rule = f"are {len(self.forced)} tokens, more than max_tokens={self.max_tokens}; raise it"
+        check_option(self, "forced", len(self.forced) <= self.max_tokens, rule)
         self._check_beams()
+
+    def _keep_as_tuple(self, name: str) -> None:
+        ids, rule = getattr(self, name), "must be a sequence of token ids, such as (5,)"
+        check_option(self, name, isinstance(ids, Iterable), rule)
+        object.__setattr__(self, name, tuple(ids))
+        whole = all(_is_number(token, Integral) for token in getattr(self, name))
+        check_option(self, name, whole, rule)
 
     def _check_beams(self) -> None:
         check_option(self, "length_penalty", abs(self.length_penalty) < math.inf, "must be finite")
@@ -98,9 +106,10 @@ class SamplingParams:
         rule = f"answers of a beam search of {self.beam_width}; raise beam_width or lower n"
         check_option(self, "n", self.n <= self.beam_width, rule)
         plain = self.temperature in (0, 1) and not self.top_k and self.top_p == 1
+        plain = plain and not self.forced
         rule = (
             "ranks by the model's own log-probabilities and samples nothing; leave temperature at "
-            "0 or 1, top_k at 0 and top_p at 1"
+            "0 or 1, top_k at 0, top_p at 1 and forced empty"
         )
         check_option(self, "beam_width", plain, rule)
 

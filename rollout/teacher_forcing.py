@@ -5,9 +5,7 @@ for listeners: for the time of a call, the functions that compute are replaced b
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +15,13 @@ from memsaver.system.replaced import replaced
 from rollout.engine import Engine
 from rollout.model import decoder
 from rollout.model.mixers import attention
-from rollout.ops.token_sampling import SamplingBatch
-from rollout.requests import SamplingParams
+from rollout.requests import Output, SamplingParams
 from rollout.serving import runner
 
 Listener = Callable[[str, Tensor], None]
 """(operation, rows [T, ...]): the input or the result of the module whose weights are used."""
 
 _WEIGHTS = {"linear": 1, "rms_norm": 1, "add_rms_norm": 2, "mix_experts": 3}  # arguments
-_HIGHEST = 0, 0, -0xC9B74628CA0E933  # counters of the random number 1 - 2**-48
 
 
 def teacher_forced(
@@ -35,38 +31,37 @@ def teacher_forced(
     temperature: float,
     listen: Listener,
 ) -> list[float]:
-    """Run a sequence through an idle engine, and return the response's log-probabilities.
-
-    The engine's own kernels sample. Each draw has the largest random number, among the tokens up to
-    the known one, so it yields the known one. A token that is 2**48 times less likely than those
-    before it may get NaN: it cannot be drawn.
+    """Return the log-probabilities of a response, up to the first that is not finite.
 
     Args:
-        engine: An engine without CUDA graphs, which would not call the listener.
+        engine: An idle engine without CUDA graphs, which would not call the listener.
         prompt: Token ids of the prompt.
         response: Token ids of the response.
         temperature: Sampling temperature.
         listen: Gets input and result of each module with weights, in chunks of the sequence. The
             input is called "input of" the module; "lm_head" has a row for each response token.
     """
-    scores = list[float]()
-
-    def draw(sample: Any, logits: Tensor, batch: SamplingBatch, *, choices: int) -> Any:
-        token = response[len(scores)]
-        last = replace(batch, counters=batch.counters.new_tensor([_HIGHEST]))
-        drawn, logprob = sample(logits, last, choices=min(choices, token + 1))
-        scores.append(logprob.item() if drawn.item() == token else math.nan)
-        return drawn.fill_(token), logprob.zero_()  # a NaN would end the request
-
-    params = SamplingParams(max_tokens=len(response), temperature=temperature, ignore_eos=True)
-    with replaced(runner, sample=draw), _observed(engine, listen):
-        engine.generate([list(prompt)], params)
-    return scores
+    forced = tuple(response)
+    params = SamplingParams(
+        max_tokens=len(forced), temperature=temperature, ignore_eos=True, forced=forced
+    )
+    outputs = list[Output]()
+    with observed(engine, listen):
+        engine.submit(prompt, params, stream=False, asleep="refuse")
+        while engine.unfinished:
+            outputs += engine.step()
+    (answer,) = outputs
+    if answer.error is not None and not isinstance(answer.error, FloatingPointError):
+        raise answer.error
+    return answer.logprobs
 
 
 @contextlib.contextmanager
-def _observed(engine: Engine, listen: Listener) -> Iterator[None]:
-    """Tell the listener of all operations of an engine inside the block."""
+def observed(engine: Engine, listen: Listener) -> Iterator[None]:
+    """Tell the listener of all operations of an engine inside the block.
+
+    No other engine of this process may compute in the block.
+    """
     store = engine.store
     params = {store.tensor(part.name).data_ptr(): part for part in store.manifest.slices}
 

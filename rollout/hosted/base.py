@@ -28,6 +28,7 @@ from rollout.hosted.load_recorder import (
 )
 from rollout.model.loading import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
+from rollout.requests import SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import WeightPages
@@ -325,6 +326,17 @@ class HostedRollout(EngineBase):
         """
         require_active(self.saver, self.store.tag, "read the weights")
         return self.store.digest()
+
+
+def require_sampling(params: SamplingParams, library: str) -> None:
+    """Raise a ValueError if the answers are not to be sampled by the library."""
+    for name in ("beam_width", "forced"):
+        value, default = getattr(params, name), getattr(SamplingParams, name)
+        if value != default:
+            raise ValueError(
+                f"{name}={value}: {library} only samples its answers; use {name}={default}, or "
+                f"the native engine"
+            )
 
 
 def _host_copies(

@@ -13,7 +13,7 @@ import torch
 
 from memsaver import StateError
 from rollout.engine_base import PeerSaver
-from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request
+from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request, require_sampling
 from rollout.hosted.sglang_process import Answers, SglangEngine
 from rollout.model.hub import resolve_model
 from rollout.model.loading import longest_context
@@ -272,8 +272,7 @@ def sglang_params(
     sample gets a request. Otherwise one request covers all samples, and a seed has no effect. A
     ValueError names parameters that SGLang does not support.
     """
-    if params.beam_width > 1:
-        raise ValueError(f"beam_width={params.beam_width}: no beam search with SGLang; use 1")
+    require_sampling(params, "SGLang")
     if params.ignore_eos and params.stop_token_ids:
         raise ValueError(
             "ignore_eos=True: SGLang would ignore stop_token_ids, too; use only one of them"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from memsaver import StateError
-from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request
+from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request, require_sampling
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model.hub import resolve_model
 from rollout.model.model_folder import token_ids
@@ -270,8 +270,7 @@ def vllm_params(params: SamplingParams, stops: Collection[int]) -> Request:
     A ValueError names parameters that vLLM does not support, or with which its log-probs would
     differ from ours.
     """
-    if params.beam_width > 1:
-        raise ValueError(f"beam_width={params.beam_width}: no beam search with vLLM; use 1")
+    require_sampling(params, "vLLM")
     if params.top_k or params.top_p < 1:
         raise ValueError(
             f"top_k={params.top_k}, top_p={params.top_p}: vLLM's log-probabilities would be over "

@@ -9,7 +9,7 @@ selects a block by the cumulative mass, and a token within the block by the same
 summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class SamplingBatch:
     counters: Tensor  # int64 [R, 3]: seed, sample index, position
     any_random: bool  # whether any row is not greedy
     filtered_rows: Tensor | None  # rows with top-k or top-p, int64 [F]; None if there are none
+    forced: Tensor | None  # rows whose token is known, and their tokens, int64 [2, F]; None: none
 
     @classmethod
     def build(
@@ -62,8 +63,12 @@ class SamplingBatch:
         top_p: Sequence[float],
         counters: Sequence[tuple[int, int, int]],
         device: torch.device,
+        forced: Sequence[tuple[int, int]] = (),
     ) -> "SamplingBatch":
-        """Copy per-row parameters to the device; a temperature of 0 means greedy."""
+        """Copy per-row parameters to the device.
+
+        A temperature of 0 means greedy. Each entry of `forced` is a row and the token that it gets.
+        """
         greedy = [value == 0 for value in temperature]
         filters = enumerate(zip(top_k, top_p, greedy, strict=True))
         filtered = [row for row, (k, p, first) in filters if (k or p < 1) and not first]
@@ -74,9 +79,11 @@ class SamplingBatch:
             torch.tensor(top_p, dtype=torch.float64),
             torch.tensor(counters, dtype=torch.int64),
             torch.tensor(filtered, dtype=torch.int64),
+            torch.tensor(forced, dtype=torch.int64).view(-1, 2).T.contiguous(),
         ]
-        scale, is_greedy, k, p, counts, rows = send_together(host, device)
-        return cls(scale, is_greedy, k, p, counts, not all(greedy), rows if filtered else None)
+        *columns, rows, known = send_together(host, device)
+        chosen = rows if filtered else None, known if forced else None
+        return cls(*columns, not all(greedy), *chosen)
 
     def only_filtered(self, rows: Tensor) -> "SamplingBatch":
         """Return the batch of `rows`, int64 [F], which all have filters."""
@@ -100,7 +107,8 @@ def sample(
     """Sample a token from each row of logits [R, vocab].
 
     The log-probability is log_softmax(logits / temperature)[token] over the whole row, before top-k
-    and top-p, with temperature 1 for greedy rows; `log_softmax` defines its bits. Logits are fp32,
+    and top-p, with temperature 1 for greedy rows; `log_softmax` defines its bits. A forced token is
+    taken in place of a sampled one, and its log-probability has the same bits. Logits are fp32,
     bf16 or fp16 and converted to fp32 first. Elements of a row are contiguous; the row stride is
     arbitrary. Only the first `choices` tokens are sampled; None: all.
 
@@ -113,6 +121,8 @@ def sample(
 
 def _sample_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
     tokens, z = _choose_torch(logits.float(), batch, choices)
+    if batch.forced is not None:
+        tokens[batch.forced[0]] = batch.forced[1]
     _, peaks, masses = block_sums(z)
     chosen = z.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, log_prob(chosen, *row_sums(peaks, masses))
@@ -173,15 +183,15 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
     """Sample by kernels, and choose the tokens of filtered rows by torch.
 
-    The kernels also choose for filtered rows, to keep the grid the same. Tokens are below `choices`
-    even for a row with NaN; in all other rows their probability is positive.
+    The kernels also choose for filtered and forced rows, to keep the grid the same. Sampled tokens
+    are below `choices` even for a row with NaN; in all other rows their probability is positive.
     """
     rows, vocab = logits.shape
     temperature, greedy, counters = batch.temperature, batch.greedy, batch.counters
     contiguous = (tensor.is_contiguous() for tensor in (temperature, greedy, counters))
     assert logits.stride(1) == 1 and all(contiguous)
     blocks = triton.cdiv(vocab, BLOCK)
-    filtered, power = batch.filtered_rows, triton.next_power_of_2(blocks)
+    power = triton.next_power_of_2(blocks)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -195,14 +205,26 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[
             logits.stride(0), vocab, choices, blocks, COUNTERS=counters.shape[1],
             BLOCK=BLOCK, BLOCKS=power, num_warps=ROW_WARPS,
         )  # fmt: skip
-        if filtered is not None:
-            own = batch.only_filtered(filtered)
-            tokens[filtered] = _choose_torch(logits[filtered].float(), own, choices)[0]
-            _score[(len(filtered),)](
-                logits, temperature, peaks, masses, filtered, tokens, logprobs, logits.stride(0),
+        for changed in _choose_again(logits, batch, choices, tokens):
+            _score[(len(changed),)](
+                logits, temperature, peaks, masses, changed, tokens, logprobs, logits.stride(0),
                 vocab, blocks, BLOCKS=power, num_warps=ROW_WARPS,
             )  # fmt: skip
     return tokens, logprobs
+
+
+def _choose_again(
+    logits: Tensor, batch: SamplingBatch, choices: int, tokens: Tensor
+) -> Iterator[Tensor]:
+    """Replace the tokens of filtered rows, then those of forced rows; yield both sets of rows."""
+    if (filtered := batch.filtered_rows) is not None:
+        own = batch.only_filtered(filtered)
+        tokens[filtered] = _choose_torch(logits[filtered].float(), own, choices)[0]
+        yield filtered
+    if batch.forced is not None:
+        rows, known = batch.forced
+        tokens[rows] = known
+        yield rows
 
 
 class Sent(NamedTuple):

@@ -155,7 +155,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Sent:
-        """Start to draw the next token of each sample, with its log-probability.
+        """Start to draw the next token of each sample, or to take a forced one, and score it.
 
         `logits` are the result of `forward`, and `rows` has each sample's row of them. Several
         samples may use the same row.
@@ -165,6 +165,11 @@ class ModelRunner:
             top_k=[member.params.top_k for member in samples],
             top_p=[member.params.top_p for member in samples],
             counters=[(member.seed, member.index, len(member.output)) for member in samples],
+            forced=[
+                (row, member.params.forced[len(member.output)])
+                for row, member in enumerate(samples)
+                if len(member.output) < len(member.params.forced)
+            ],
             device=self.device,
         )
         chosen = self._chosen(logits, rows)

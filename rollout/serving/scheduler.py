@@ -408,6 +408,8 @@ class Intake:
         if not len(ids):
             raise ValueError(f"{name} is empty; it needs at least one token")
         self._check_ids(name, ids)
+        if params.forced:
+            self._check_ids(f"the forced answer of {name}", np.asarray(params.forced))
         size = self._model.vocab_size
         if strays := [token for token in params.stop_token_ids or () if not 0 <= token < size]:
             text = "stop_token_ids of %s has token ids outside [0, %d), which never end it: %s"

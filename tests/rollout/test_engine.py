@@ -69,6 +69,7 @@ def test_stop_token_ids_end_answers_and_ignore_eos_ignores_the_models_own(
     [
         ([], {}, "prompt 1 is empty"),
         ([199], {}, r"prompt 1 has token ids outside \[0, 199\)"),
+        ([1], {"forced": [199]}, r"forced answer of prompt 1 has token ids outside \[0, 199\)"),
         ([-1], {}, "prompt 1 has token ids"),
         ([1.0], {}, "prompt 1 must be a sequence of token ids"),
         ([True], {}, "prompt 1 must be a sequence of token ids"),

@@ -1,6 +1,7 @@
 """Sampling of tokens: distribution, filters, batch invariance, and fused kernels against torch."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from tests.helpers.case_selection import some
 Row = tuple[float, int, float, tuple[int, int, int]]
 
 
-def batch(rows: list[Row], device: str = "cpu") -> SamplingBatch:
+def batch(rows: list[Row], device: str = "cpu", **options: Any) -> SamplingBatch:
     keys = ("temperature", "top_k", "top_p", "counters")
     columns = dict(zip(keys, zip(*rows, strict=True), strict=True))
-    return SamplingBatch.build(**columns, device=torch.device(device))
+    return SamplingBatch.build(**columns, device=torch.device(device), **options)
 
 
 def plain(temperatures: list[float], device: str, seed: int = 7) -> SamplingBatch:
@@ -167,6 +168,22 @@ def test_unfiltered_sampling_equals_torch(
     assert_drawn_by_the_inverse_cdf(x, made, tokens)
     reference, _ = sample(x, made, "torch")
     assert (tokens != reference).sum() <= 1  # a draw at the border of two tokens may select either
+
+
+@pytest.mark.parametrize("vocab", [199, 5000])
+def test_forced_tokens_replace_drawn_ones_with_log_probs_of_the_same_bits(
+    vocab: int, impl: str, device: str
+) -> None:
+    x = logits(12, vocab + 8).to(device, BF16)[:, :vocab]
+    options = [(0.3 * (row % 3), row % 2 * 9, 0.9, (1, row, 0)) for row in range(12)]
+    tokens, logprobs = sample(x, batch(options, device), impl)  # type: ignore[arg-type]
+    others = [(*option[:3], (2, row, 0)) for row, option in enumerate(options)]
+    known = list(enumerate(tokens.tolist()))[::5]
+    forced = sample(x, batch(others, device, forced=known), impl)  # type: ignore[arg-type]
+    drawn = sample(x, batch(others, device), impl)  # type: ignore[arg-type]
+    for mine, first, second in zip(forced, (tokens, logprobs), drawn, strict=True):
+        second[::5] = first[::5]
+        assert torch.equal(mine, second)
 
 
 @pytest.mark.parametrize("vocab", [199, 5000])

@@ -122,7 +122,7 @@ def test_unsupported_requests_and_updates_are_refused(
     with pytest.raises(ValueError, match="2 tokens and max_tokens=127 exceed SGLang's 128"):
         answers(rollout, SamplingParams(max_tokens=127))
     for wrong, words in {
-        SamplingParams(beam_width=2): "no beam search",
+        SamplingParams(beam_width=2): "beam_width=2: SGLang only samples",
         SamplingParams(ignore_eos=True, stop_token_ids=(3,)): "would ignore stop_token_ids",
     }.items():
         with pytest.raises(ValueError, match=words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ HEAT = 0.7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sampled_answer_gets_the_same_log_probabilities(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_forced_answer_gets_the_log_probabilities_of_a_drawn_one(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, "llama")
     engine = Engine.from_pretrained(tmp_path, dtype=dtype, max_prefill_tokens=3)
     asked = SamplingParams(max_tokens=20, temperature=HEAT, n=4, seed=1)
@@ -24,11 +27,14 @@ def test_sampled_answer_gets_the_same_log_probabilities(dtype: torch.dtype, tmp_
     for answer in answers:
         scores = teacher_forced(engine, PROMPT, answer.token_ids, HEAT, lambda *_: None)
         assert scores == answer.logprobs
-    (again,) = engine.generate([PROMPT], asked)
-    assert again == answers, "the engine samples as before"
+    started = replace(asked, forced=answers[2].token_ids[:7])
+    for one, other in zip(engine.generate([PROMPT], started)[0], answers, strict=True):
+        assert one.token_ids[:7] == answers[2].token_ids[:7]
+        assert one.logprobs[:7] == answers[2].logprobs[:7]
+        assert (one == other) == (other is answers[2]), "later tokens are drawn as before"
 
 
-def test_unlikely_tokens_are_drawn_and_listeners_get_their_logits(tmp_path: Path) -> None:
+def test_unlikely_tokens_are_scored_and_listeners_get_their_logits(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     engine = Engine.from_pretrained(tmp_path)
     response, logits, cold = list(range(199)), [], 0.3

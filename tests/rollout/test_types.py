@@ -48,6 +48,8 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (SamplingParams, BEAMS | {"temperature": 0.5}, "samples nothing"),
     (SamplingParams, BEAMS | {"top_k": 5}, "samples nothing"),
     (SamplingParams, BEAMS | {"top_p": 0.5}, "samples nothing"),
+    (SamplingParams, BEAMS | {"forced": [5]}, "samples nothing"),
+    (SamplingParams, {"forced": range(17)}, "are 17 tokens, more than max_tokens=16"),
     (SamplingParams, BEAMS | {"length_penalty": float("nan")}, "length_penalty=nan"),
     (SamplingParams, BEAMS | {"early_stopping": "soon"}, "early_stopping='soon'"),
     (SamplingParams, {"length_penalty": 2.0}, "set beam_width above 1"),

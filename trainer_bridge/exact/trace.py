@@ -61,8 +61,8 @@ class MismatchTrace:
     Attributes:
         record: The record of the mismatch.
         compared: All operations in the engine's order.
-        engine: The engine's log-probabilities, computed alone now; NaN for a token that the engine
-            cannot draw.
+        engine: The engine's log-probabilities, computed alone now; NaN for the tokens after the
+            first that is not finite.
         trainer: The trainer's log-probabilities, computed alone now.
     """
 
@@ -106,21 +106,30 @@ def trace_mismatch(
     trained = _by_trainer(theirs, str(directory), record)
     for rows, scores in ((ours, served), (theirs, trained)):
         rows["log-softmax"] = [*zip(scores, scores, strict=True)]
+    lost = len(record.response_ids) - len(served)
+    served += [math.nan] * lost
     compared = [
-        Compared(operation, len(rows), _unequal(rows, theirs[operation], record.length - 1))
+        Compared(operation, len(rows), _unequal(rows, theirs[operation], record.length - 1, lost))
         for operation, rows in ours.items()
         if operation in theirs
     ]
     return MismatchTrace(record, compared, served, trained)
 
 
-def _unequal(ours: list[_Row], theirs: list[_Row], tokens: int) -> dict[int, tuple[float, float]]:
-    """Compare the rows of an operation, whose last is that of the last of `tokens`."""
-    pairs = zip(ours, theirs[-len(ours) :], strict=True)
+def _unequal(
+    ours: list[_Row], theirs: list[_Row], tokens: int, lost: int
+) -> dict[int, tuple[float, float]]:
+    """Compare the rows of an operation in both sides.
+
+    The trainer's last row is that of the last of `tokens`, the engine's that of `lost` tokens
+    before it.
+    """
+    end, tokens = len(theirs) - lost, tokens - lost
+    pairs = zip(ours, theirs[end - len(ours) : end], strict=True)
     return {
         position: (our, their)
         for position, ((first, our), (second, their)) in enumerate(pairs, tokens - len(ours))
-        if first != second and not math.isnan(first)  # of a token that the engine cannot draw
+        if first != second and not math.isnan(first)
     }
 
 
