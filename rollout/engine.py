@@ -31,6 +31,7 @@ from rollout.pool_size import ALONE, free_share, sized
 from rollout.requests import Output, SamplingParams
 from rollout.serving.kv_cache import Cache
 from rollout.serving.open_requests import OpenRequests
+from rollout.serving.prompt_source import PromptSource
 from rollout.serving.runner import DecodeGraphs, ModelRunner, StepRouting, ladder
 from rollout.serving.samples import EngineStats, Sample, Step, names_of
 from rollout.serving.scheduler import Intake, Scheduler
@@ -72,8 +73,8 @@ class Engine(EngineBase, SteppedEngine):
 
     Construction allocates all memory. The weights are undefined until `load` or a weight update.
     `store` (weights), `cache` (pool, request table, states), `blocks` and `prefixes` (pages),
-    `scheduler` (requests) and `runner` (computation) are open to inspection; only the engine's
-    methods may change them.
+    `scheduler` and `requests` (requests) and `runner` (computation) are open to inspection; only
+    the engine's methods may change them.
 
     Args:
         model: The model's configuration.
@@ -91,6 +92,7 @@ class Engine(EngineBase, SteppedEngine):
     Attributes:
         store: The weights.
         config: Sizes and policies, with the tokens of the pool.
+        prompts: Where keys and values of prompts come from; `rollout.disagg` has other sources.
 
     Raises:
         ValueError: The configuration does not fit the model, or differs between ranks.
@@ -147,7 +149,8 @@ class Engine(EngineBase, SteppedEngine):
         self._intake = Intake(
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
-        self._requests = OpenRequests(self._intake, self.scheduler)
+        self.requests = OpenRequests(self._intake, self.scheduler)
+        self.prompts = PromptSource()
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
@@ -262,10 +265,10 @@ class Engine(EngineBase, SteppedEngine):
     @property
     def unfinished(self) -> list[int]:
         """Return the numbers of the requests whose last outputs `step` has not returned."""
-        return self._requests.ids
+        return self.requests.ids
 
     def _require_ready(self) -> None:
-        self._require_current(together=True)
+        self.require_current(together=True)
 
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self._intake.check(name, prompt, params)
@@ -275,33 +278,30 @@ class Engine(EngineBase, SteppedEngine):
             )
 
     def _enqueue(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
-        samples = self._requests.submit(prompt, params, stream)
-        self._mark(samples)
+        samples = self.requests.submit(prompt, params, stream)
+        self.prompts.accept(samples)
         if self.cache.elastic is not None:
             self.cache.elastic.hurry()
         return samples[0].request
 
-    def _mark(self, samples: Sequence[Sample]) -> None:
-        """Do more with the samples of a new request, in subclasses."""
-
     def _abort(self, ids: Sequence[int]) -> None:
-        self._requests.abort(ids)
+        self.requests.abort(ids)
 
     def _abandon(self, ids: Sequence[int], error: BaseException) -> None:
         self._ranks.fail(error)
         with contextlib.suppress(StateError):  # raised if the saver is closed
             self._notice_loss()
-        self._requests.drop(ids)
+        self.requests.drop(ids)
 
     def _advance(self) -> list[Output]:
-        ended = self._requests.take(self._not_finite)
-        if ended or not self._requests.ids:
+        ended = self.requests.take(self._not_finite)
+        if ended or not self.requests.ids:
             return ended
         try:
             if not self.scheduler.running:
-                self._require_current(together=True)
+                self.require_current(together=True)
             self._step()
-            return self._requests.take(self._not_finite)
+            return self.requests.take(self._not_finite)
         except BaseException as error:
             self._ranks.fail(error)
             raise
@@ -326,7 +326,8 @@ class Engine(EngineBase, SteppedEngine):
         not computed. Samples of two steps in a row that failed end with the error. Ranks that share
         a model cannot go on without the one that failed, so there the error is raised.
         """
-        self._require_current()
+        self.require_current()
+        self.prompts.receive()
         if self.cache.elastic is not None:
             with self._own_discards():
                 self.cache.elastic.fit(self.scheduler.wanted_tokens, self._compact)
@@ -359,6 +360,9 @@ class Engine(EngineBase, SteppedEngine):
 
     def _launch(self, step: Step) -> Launched | None:
         """Start a step's forward and the choice of its next tokens; None if nothing is to do."""
+        self.prompts.ask(step)
+        if not step.decode and not step.chunks:
+            return None
         logits = self.runner.forward(step)
         routing = None
         if self.runner.recorder is not None:
@@ -368,7 +372,9 @@ class Engine(EngineBase, SteppedEngine):
         members = list(enumerate(step.decode))
         last = (chunk for chunk in step.chunks if chunk.last)
         for row, chunk in enumerate(last, start=len(members)):
-            members += [(row, sample) for sample in self._prefilled(chunk.sample)]
+            self.prompts.computed(chunk.sample)
+            family = chunk.sample, *self.scheduler.fork_siblings(chunk.sample)
+            members += [(row, sample) for sample in family]
         plain = [(row, sample) for row, sample in members if sample.beams is None]
         samples = [sample for _, sample in plain]
         sent = self.runner.sample(logits, [row for row, _ in plain], samples) if plain else None
@@ -399,10 +405,6 @@ class Engine(EngineBase, SteppedEngine):
         for group in groups:
             likeliest = [candidates[branch] for branch in group.members]
             self.scheduler.branch(group, likeliest, self.store.last_version)
-
-    def _prefilled(self, sample: Sample) -> list[Sample]:
-        """Return the samples that start from this sample's prompt, which is now computed."""
-        return [sample, *self.scheduler.fork_siblings(sample)]
 
     # ---------------------------------------------------------------- sleep and wake up
 
@@ -541,6 +543,8 @@ class Engine(EngineBase, SteppedEngine):
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
         if self._ranks.failure is not None:
             reasons.append(self._ranks.failure)
+        if self.prompts.refusal is not None:
+            reasons.append(self.prompts.refusal)
         return "; ".join(reasons) or None
 
     # ---------------------------------------------------------------- weight update
@@ -718,11 +722,15 @@ class Engine(EngineBase, SteppedEngine):
         """Return the tags that the engine can use only with all of their memory."""
         return self.tags if self.cache.elastic is None else [t for t in self.tags if t != KV_CACHE]
 
-    def _require_current(self, together: bool = False) -> None:
-        """Raise a StateError if the engine cannot compute; forget keys and values that were lost.
+    def require_current(self, together: bool = False) -> None:
+        """Check that the engine can compute; forget keys and values that were lost.
 
-        With `together`, all tensor-parallel ranks call this without a request, and decide together.
-        Otherwise one question answers: whether the saver has changed a tag since.
+        Args:
+            together: All tensor-parallel ranks call this without a request, and decide together.
+                Otherwise one question answers: whether the saver has changed a tag since.
+
+        Raises:
+            StateError: Names why the engine cannot compute.
         """
         operations = self.saver.operations
         known = operations == self._checked and self.store.version is not None
@@ -760,6 +768,7 @@ class Engine(EngineBase, SteppedEngine):
         """Forget all keys and values; running requests will compute theirs again."""
         self.prefixes.clear()
         self.scheduler.preempt_all()
+        self.prompts.lost()
 
     @contextlib.contextmanager
     def _own_discards(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import Completion, DoubleSparsity, Engine, SamplingParams, heavy_channels
-from rollout.disagg import DecodeEngine, MappedTransport, PrefillEngine
+from rollout.disagg import MappedTransport, PromptServer, RemotePrompts
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.peers import Peer
 from tests.helpers.rollout.answers import GAP, ids, random_prompts
@@ -48,11 +48,10 @@ def nap(engine: Engine) -> None:
 
 def prefill(pipe: Connection, paths: list[str], address: str) -> None:
     """Serve each model in turn, as the program of the prefill side."""
-    engine = PrefillEngine.from_pretrained(paths[0], **SIZES)
+    engine = Engine.from_pretrained(paths[0], **SIZES)
     for path in paths:
         engine.load(path)
-        engine.connect([address], KEY, MappedTransport())
-        engine.serve()
+        PromptServer(engine, [address], KEY, MappedTransport()).serve()
         nap(engine)
     pipe.send(engine.stats.computed_tokens)
 
@@ -63,17 +62,18 @@ def test_prefill_and_decode_in_two_engines_match_a_plain_engine(
     paths, address = [path for path, _ in two], f"ipc://{tmp_path}/socket"
     sender = Peer(prefill, paths, address)
     plain = Engine.from_pretrained(paths[0], **SIZES)
-    engine = DecodeEngine.from_pretrained(paths[0], **SIZES)
+    engine = Engine.from_pretrained(paths[0], **SIZES)
     for path in paths:
         for side in (plain, engine):
             side.load(path)
-        engine.connect(address, KEY, MappedTransport(), prefill_ranks=1, ring_bytes=1 << 16)
+        ring: dict[str, Any] = {"prefill_ranks": 1, "ring_bytes": 1 << 16}
+        remote = RemotePrompts(engine, address, KEY, MappedTransport(), **ring)
         for params in (SAMPLED, GREEDY):
             assert ids(engine.generate(PROMPTS, params)) == ids(plain.generate(PROMPTS, params))
             engine.sleep()
             engine.wake_up()
-        assert (engine.split.arrived, engine.split.recomputed) == (2 * len(PROMPTS), 0)
-        engine.close()
+        assert (remote.stats.arrived, remote.stats.recomputed) == (2 * len(PROMPTS), 0)
+        remote.close()
     computed = plain.stats.computed_tokens - engine.stats.computed_tokens
     assert min(computed, sender.hear()) >= 2 * sum(map(len, PROMPTS)), (
         "the prefill side must compute the prompts"

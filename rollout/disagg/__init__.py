@@ -1,16 +1,16 @@
 """Prefill and decode by two engines in separate processes, with any two tensor-parallel sizes."""
 
-from rollout.disagg.decode import DecodeEngine, SplitStats
-from rollout.disagg.prefill import PrefillEngine
+from rollout.disagg.prompt_server import PromptServer
+from rollout.disagg.remote_prompts import RemotePrompts, SplitStats
 from rollout.disagg.transport import GroupTransport, MappedTransport, Transport
 from rollout.errors import PeerLostError
 
 __all__ = [
-    "DecodeEngine",
     "GroupTransport",
     "MappedTransport",
     "PeerLostError",
-    "PrefillEngine",
+    "PromptServer",
+    "RemotePrompts",
     "SplitStats",
     "Transport",
 ]

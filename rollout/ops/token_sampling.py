@@ -81,9 +81,9 @@ class SamplingBatch:
             torch.tensor(filtered, dtype=torch.int64),
             torch.tensor(forced, dtype=torch.int64).view(-1, 2).T.contiguous(),
         ]
-        *columns, rows, known = send_together(host, device)
+        scale, is_greedy, k, p, counts, rows, known = send_together(host, device)
         chosen = rows if filtered else None, known if forced else None
-        return cls(*columns, not all(greedy), *chosen)
+        return cls(scale, is_greedy, k, p, counts, not all(greedy), *chosen)
 
     def only_filtered(self, rows: Tensor) -> "SamplingBatch":
         """Return the batch of `rows`, int64 [F], which all have filters."""

@@ -9,10 +9,7 @@ from rollout.serving.scheduler import Intake, Scheduler
 
 
 class OpenRequests:
-    """The samples of all requests whose ends are not told yet, by the request's number.
-
-    Samples that the scheduler received in another way are never told.
-    """
+    """The samples of all requests whose ends are not told yet, by the request's number."""
 
     def __init__(self, intake: Intake, scheduler: Scheduler) -> None:
         self._intake, self._scheduler = intake, scheduler
@@ -29,9 +26,12 @@ class OpenRequests:
         samples = self._intake.submit(prompt, params)
         for sample in samples:
             sample.stream = stream and sample.beams is None
-        self._samples[samples[0].request] = samples
-        self._left[samples[0].request] = params.n
+        self.follow(samples, params.n)
         return samples
+
+    def follow(self, samples: list[Sample], told: int) -> None:
+        """Tell the ends of samples of a request that are queued; `told` of them will be told."""
+        self._samples[samples[0].request], self._left[samples[0].request] = samples, told
 
     def abort(self, ids: Iterable[int]) -> None:
         """End requests with their present answers, which `take` tells; unknown ids are ignored."""

@@ -59,7 +59,7 @@ class ModelRunner:
         ranks: TensorParallel,
     ) -> None:
         self.config = config
-        self._ranks = ranks
+        self.ranks = ranks
         self.device = cache.table.device
         parts = LayerParts(
             store=store,
@@ -95,7 +95,7 @@ class ModelRunner:
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
         """Capture CUDA graphs, which replace decode steps of at most max(sizes) samples."""
         dtype = self.decoder.lm_head.dtype
-        self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
+        self.ranks.stage_captures(self.config.vocab_size, dtype, self.device)
         with row_invariant_products(self.device):
             self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
 
@@ -127,7 +127,7 @@ class ModelRunner:
         )
         with row_invariant_products(self.device):
             part = linear(self.decoder(at[0], batch)[at[2]], self.decoder.lm_head)
-            return self._ranks.join(part, self.config.vocab_size)
+            return self.ranks.join(part, self.config.vocab_size)
 
     def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """Compute one token of each request from device tensors only, as a graph records it."""
@@ -140,10 +140,10 @@ class ModelRunner:
             rows=rows,
         )
         hidden, head = self.decoder(ids, batch), self.decoder.lm_head
-        if self._ranks.size == 1:
+        if self.ranks.size == 1:
             linear(hidden, head, out=logits)
         else:
-            logits.copy_(self._ranks.join(linear(hidden, head), self.config.vocab_size))
+            logits.copy_(self.ranks.join(linear(hidden, head), self.config.vocab_size))
 
     def _batch(self, plan: _Plan, **fields: Any) -> Batch:
         batch = Batch(plan=plan(self._window, None), **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollout import Completion, SamplingParams
-from rollout.disagg import DecodeEngine, GroupTransport, MappedTransport, PrefillEngine, Transport
+from rollout import Completion, Engine, Output, SamplingParams
+from rollout.disagg import (
+    GroupTransport,
+    MappedTransport,
+    PromptServer,
+    RemotePrompts,
+    Transport,
+)
 
 KEY = b"tests"
 MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -35,6 +42,7 @@ class Split:
         on_loss: The decode engine's policy for lost prompts.
         nap: Whether the decode engine's cache sleeps once, with prompts under way.
         meddled: Whether another user of the saver discards the cache at that time.
+        stepped: Whether prompts are submitted one by one between steps.
     """
 
     path: str
@@ -47,6 +55,7 @@ class Split:
     on_loss: Any = "recompute"
     nap: bool = False
     meddled: bool = False
+    stepped: bool = False
 
 
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
@@ -118,12 +127,11 @@ def make_transport(split: Split, peers: list[int]) -> Counted:
 def serve(
     split: Split, group: Any, addresses: list[str], transport: Counted, version: int = 0
 ) -> dict[str, Any]:
-    engine = PrefillEngine.from_pretrained(
+    engine = Engine.from_pretrained(
         split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config
     )
     engine.store.define(version)
-    engine.connect(addresses, KEY, transport)
-    engine.serve()
+    PromptServer(engine, addresses, KEY, transport).serve()
     engine.check_integrity()
     return {
         "requests": transport.requests,
@@ -144,10 +152,11 @@ def generate(
         sources: The prefill ranks' numbers among all processes; None: the first ones.
         timeout: Seconds before a silent prefill rank counts as lost.
     """
-    engine = DecodeEngine.from_pretrained(
+    engine = Engine.from_pretrained(
         split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
     )
-    engine.connect(
+    prompts = RemotePrompts(
+        engine,
         address,
         KEY,
         make_transport(split, sources or list(range(split.prefill))),
@@ -161,7 +170,7 @@ def generate(
     answers = []
 
     def on_progress(done: int, total: int, tokens: int) -> None:
-        flights.append(len(engine.inbox.transfers))
+        flights.append(len(prompts.inbox.transfers))
         if split.nap and len(flights) == 1:
             engine.sleep(unfinished="recompute", tags=["kv_cache"])
             engine.wake_up()
@@ -170,19 +179,36 @@ def generate(
             engine.saver.resume("kv_cache")
 
     try:
-        for prompts, params in split.calls:
-            answers.append(engine.generate(prompts, params, on_progress))
+        for batch, params in split.calls:
+            if split.stepped:
+                answers.append(submitted_between_steps(engine, batch, params))
+            else:
+                answers.append(engine.generate(batch, params, on_progress))
             engine.check_integrity()
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
     reason = engine.unavailable_reason()
-    engine.close()
+    prompts.close()
     return {
-        "answers": answers, "split": engine.split, "stats": asdict(engine.stats),
+        "answers": answers, "split": prompts.stats, "stats": asdict(engine.stats),
         "in_flight": max(flights, default=0), "error": error, "reason": reason,
-        "outstanding": engine.inbox.allocator.outstanding,
+        "outstanding": prompts.inbox.allocator.outstanding,
         "preemptions": engine.scheduler.preemptions,
     }  # fmt: skip
+
+
+def submitted_between_steps(
+    engine: Engine, prompts: list[list[int]], params: Any
+) -> list[list[Completion]]:
+    """Submit a prompt before each step, and return the answers as `generate` does."""
+    parts: dict[int, list[list[Output]]] = {}
+    waiting = iter(prompts)
+    while len(parts) < len(prompts) or engine.unfinished:
+        for prompt in itertools.islice(waiting, 1):
+            parts[engine.submit(prompt, params)] = [[] for _ in range(params.n)]
+        for output in engine.step():
+            parts[output.id][output.sample].append(output)
+    return [list(map(Completion.joined, samples)) for samples in parts.values()]
 
 
 def tokens(answers: list[list[list[Completion]]]) -> list[Any]:

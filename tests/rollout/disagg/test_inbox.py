@@ -10,7 +10,7 @@ import torch
 from kvcache import ReqHandle
 from rollout.disagg import MappedTransport
 from rollout.disagg.control import Ask, Filled, First, Hello, RankPeers, Refused, StagedCache
-from rollout.disagg.decode import Inbox
+from rollout.disagg.remote_prompts import Inbox
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.rollout.split import KEY, TOKEN

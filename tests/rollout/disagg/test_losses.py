@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvcache.staging import Watermark
+from memsaver import MemorySaver, StateError
 from rollout import Engine, SamplingParams
-from rollout.disagg import DecodeEngine, GroupTransport, MappedTransport, PrefillEngine
+from rollout.disagg import GroupTransport, MappedTransport, PromptServer, RemotePrompts
 from rollout.disagg.control import Ask, Closed, Filled, Hello, Range, Refused, StagedCache
 from rollout.errors import PeerLostError
 from rollout.parallel import TensorParallel
+from rollout.serving.samples import Step
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.saved import Saved
@@ -74,6 +76,16 @@ class Unheard(GroupTransport):
 
     def put(self, *_: Any) -> None:
         return
+
+
+class Discarding(Unheard):
+    """Transport whose first transfer discards the KV cache."""
+
+    saver: MemorySaver
+
+    def put(self, *_: Any) -> None:
+        self.saver.pause("kv_cache")
+        self.saver.resume("kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +140,10 @@ def addresses(sockets: str, nth: int) -> list[str]:
 
 def prefill(split: Split, addresses: list[str], how: str) -> Any:
     if how == "silent":
-        engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
-        engine.connect(addresses, KEY, MappedTransport())
+        engine = Engine.from_pretrained(split.path, **CONFIG)
+        server = PromptServer(engine, addresses, KEY, MappedTransport())
         time.sleep(60)  # until the process is killed
+        server.serve()
     transport: Counted = make_transport(split, [0, 1])
     if how == "dies":
         transport = HalfMapped() if split.mapped else DyingGroup([0, 1])
@@ -228,44 +241,80 @@ def address(tmp_path: Path) -> str:
 def test_connect_refuses_engines_that_do_not_match(
     path: str, address: str, ring_bytes: int, changes: dict[str, Any], message: str
 ) -> None:
-    engine = DecodeEngine.from_pretrained(path, **CONFIG)
+    engine = Engine.from_pretrained(path, **CONFIG)
     theirs = greeted(engine, address, **changes)
     with pytest.raises(ValueError, match=message):
-        engine.connect(address, KEY, GroupTransport([0]), prefill_ranks=1, ring_bytes=ring_bytes)
+        RemotePrompts(
+            engine, address, KEY, GroupTransport([0]), prefill_ranks=1, ring_bytes=ring_bytes
+        )
     theirs.close()
 
 
 def test_connect_refuses_an_exact_engine_of_another_size(path: str, address: str) -> None:
-    engine = DecodeEngine.from_pretrained(path, exact=True, **CONFIG)
+    engine = Engine.from_pretrained(path, exact=True, **CONFIG)
     ranks = TensorParallel(1, None, exact=True)
     geometry = StagedCache.of(engine.model, engine.cache, ranks).geometry
     theirs = greeted(engine, address, geometry=geometry.replace("size=1", "size=2"))
     rule = "exact with tensor_parallel_size=2, this one .* exact with tensor_parallel_size=1; they"
     with pytest.raises(ValueError, match=rule):
-        engine.connect(address, KEY, GroupTransport([0]), prefill_ranks=1, ring_bytes=1 << 12)
+        RemotePrompts(
+            engine, address, KEY, GroupTransport([0]), prefill_ranks=1, ring_bytes=1 << 12
+        )
     theirs.close()
 
 
 def test_serve_raises_and_frees_pages_when_decode_rank_dies(path: str, address: str) -> None:
     # the rank dies after it has requested a prompt, before its ring is ready for the prompt
-    engine = PrefillEngine.from_pretrained(path, **CONFIG)
+    engine = Engine.from_pretrained(path, **CONFIG)
     theirs = greeted(engine, address, listens=True, ring_bytes=1 << 12)
-    engine.connect([address], KEY, Unheard([0]))
+    server = PromptServer(engine, [address], KEY, Unheard([0]))
     later = Range(first=0, tokens=2, id=0, offset=0, end=2 * TOKEN, round=1)
     theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=(later,)))
     theirs.close()
     with pytest.raises(PeerLostError, match="stopped serving: decode rank 0 is gone"):
-        engine.serve()
+        server.serve()
     engine.check_integrity()
 
 
-def test_refusal_is_sent_in_order_of_requests(path: str, address: str) -> None:
-    # The first prompt takes all pages, and the ring is not ready for it. The third prompt would fit
-    # alone but has to wait too.
-    engine = PrefillEngine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
+def test_discard_of_unsent_prompts_ends_serve_and_frees_pages(path: str, address: str) -> None:
+    engine = Engine.from_pretrained(path, **CONFIG)
+    theirs = greeted(engine, address, listens=True, ring_bytes=1 << 12)
+    transport = Discarding([0])
+    transport.saver = engine.saver
+    server = PromptServer(engine, [address], KEY, transport)
+    parts = tuple(
+        Range(first=nth, tokens=1, id=nth, offset=0, end=TOKEN, round=2 * nth) for nth in range(2)
+    )
+    theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=parts))
+    with pytest.raises(StateError, match="stopped serving: .* before its prompts were sent"):
+        server.serve()
+    assert engine.unavailable_reason() is None
+    engine.check_integrity()
+    theirs.close()
+
+
+def fails_for(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each step fail that computes a prompt."""
+    usual = engine.runner.forward
+
+    def forward(step: Step) -> Any:
+        if any(chunk.sample.prompt == prompt for chunk in step.chunks):
+            raise ValueError("bad prompt")
+        return usual(step)
+
+    monkeypatch.setattr(engine.runner, "forward", forward)
+
+
+def test_refusals_are_sent_in_order_of_requests(
+    path: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first prompt takes all pages, and the ring is not ready for it. Later prompts would fit
+    # alone but have to wait too.
+    engine = Engine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
     theirs = greeted(engine, address, listens=True, ring_bytes=1 << 16)
-    engine.connect([address], KEY, Unheard([0]))
-    prompts = random_prompts((30, 50, 21))
+    server = PromptServer(engine, [address], KEY, Unheard([0]))
+    prompts = random_prompts((30, 50, 21, 12))
+    fails_for(engine, prompts[2], monkeypatch)
     for number, prompt in enumerate(prompts):
         nbytes = 2 * TOKEN * len(prompt)
         part = Range(first=0, tokens=len(prompt), id=number, offset=0, end=nbytes, round=1)
@@ -281,13 +330,14 @@ def test_refusal_is_sent_in_order_of_requests(path: str, address: str) -> None:
 
     timer = threading.Timer(0.2, decode)  # after some turns without anything to send
     timer.start()
-    engine.serve()
+    server.serve()
     timer.join()
-    assert [type(message) for message in heard] == [Hello, Filled, Refused, Filled]
+    assert [type(message) for message in heard] == [Hello, Filled, Refused, Refused, Filled]
+    assert "failed to compute the prompt: ValueError: bad prompt" in heard[3].reason
     engine.check_integrity()
 
 
 def test_connect_refuses_model_with_sliding_window(saved: Saved) -> None:
-    engine = PrefillEngine.from_pretrained(saved("mistral", sliding_window=16)[0], **CONFIG)
+    engine = Engine.from_pretrained(saved("mistral", sliding_window=16)[0], **CONFIG)
     with pytest.raises(ValueError, match="needs full attention with heads in every layer"):
-        engine.connect([], b"", MappedTransport())
+        PromptServer(engine, [], b"", MappedTransport())

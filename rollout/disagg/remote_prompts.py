@@ -1,4 +1,4 @@
-"""The decode side: an engine whose prompts a prefill engine computes into each rank's ring."""
+"""The decode side: another engine computes the prompts, into a ring of each rank."""
 
 import time
 from collections.abc import Sequence
@@ -12,10 +12,12 @@ from torch import Tensor
 from kvcache import ReqHandle
 from kvcache.ops import Writers, scatter_staged
 from kvcache.staging import StagingAllocator, head_writers
+from memsaver import StateError
 from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
 from rollout.disagg.transport import Transport
-from rollout.engine import Engine, Launched
+from rollout.engine import Engine
 from rollout.errors import PeerLostError
+from rollout.serving.prompt_source import PromptSource
 from rollout.serving.samples import Chunk, Sample, Step
 
 _WAIT_SECONDS = 0.05  # wait for messages when there is nothing to decode
@@ -177,7 +179,7 @@ class Inbox:
 
 @dataclass(kw_only=True)
 class SplitStats:
-    """Counters of a decode engine since `connect`.
+    """Counters of a `RemotePrompts` since the connection.
 
     Attributes:
         arrived: Prompts that the prefill engine computed.
@@ -193,20 +195,40 @@ class SplitStats:
     rounds: int = 0
 
 
-class DecodeEngine(Engine):
-    """One rank of the decode side: `connect`, then `generate` as with any engine, then `close`.
+class RemotePrompts(PromptSource):
+    """Prompts of one rank of an engine that a prefill engine computes, until `close`.
 
     A prompt is admitted with all its pages, computed by the prefill engine, and decoded here from
     its first token on. Tokens in the prefix cache are not requested. This engine computes a prompt
     itself if the prefill engine refuses it or has other weights.
 
+    Args:
+        engine: The engine that decodes.
+        address: zmq endpoint of this rank, `tcp://host:port` or `ipc://path`.
+        key: Secret that all ranks of both engines share.
+        transport: Moves keys and values; the same class on all ranks.
+        prefill_ranks: Number of ranks of the prefill engine, which connect now.
+        ring_bytes: Size of the ring in bytes; longer prompts are sent in parts.
+        on_loss: Reaction to the loss of a prefill rank. "recompute" computes pending and all later
+            prompts here; "refuse" raises `PeerLostError` in each step until `close`.
+        timeout: Seconds after which a prefill rank is lost if it is silent while prompts are
+            pending, or accepts no message.
+        connect_timeout: Seconds to wait for the prefill ranks.
+
     Attributes:
         inbox: Ring and open transfers of this rank.
-        split: Counters since `connect`.
+        stats: Counters since the connection.
+
+    Raises:
+        TimeoutError: Not all prefill ranks connected with the same key.
+        ValueError: The engines do not match, the ring is smaller than one token, or the cache is
+            not plain full attention.
+        StateError: The engine has another source of prompts.
     """
 
-    def connect(
+    def __init__(
         self,
+        engine: Engine,
         address: str,
         key: bytes,
         transport: Transport,
@@ -217,83 +239,55 @@ class DecodeEngine(Engine):
         timeout: float = 60.0,
         connect_timeout: float = 600.0,
     ) -> None:
-        """Listen for all prefill ranks, and exchange greetings.
-
-        Args:
-            address: zmq endpoint of this rank, `tcp://host:port` or `ipc://path`.
-            key: Secret that all ranks of both engines share.
-            transport: Moves keys and values; the same class on all ranks.
-            prefill_ranks: Number of ranks of the prefill engine.
-            ring_bytes: Size of the ring in bytes; longer prompts are sent in parts.
-            on_loss: Reaction to the loss of a prefill rank. "recompute" computes pending and all
-                later prompts here; "refuse" raises `PeerLostError`, and later calls of `generate`
-                are refused.
-            timeout: Seconds after which a prefill rank is lost if it is silent while prompts are
-                pending, or accepts no message.
-            connect_timeout: Seconds to wait for the prefill ranks.
-
-        Raises:
-            TimeoutError: Not all prefill ranks connected with the same key.
-            ValueError: The engines do not match, the ring is smaller than one token, or the cache
-                is not plain full attention.
-        """
-        cache = StagedCache.of(self.model, self.cache, self._ranks)
-        ring, ticket = transport.make_ring(ring_bytes, self.saver)
+        if type(engine.prompts) is not PromptSource:
+            rule = f"the engine gets prompts from {type(engine.prompts).__name__}; close() it first"
+            raise StateError(f"cannot connect: {rule}")
+        cache = StagedCache.of(engine.model, engine.cache, engine.runner.ranks)
+        ring, ticket = transport.make_ring(ring_bytes, engine.saver)
         hello = cache.greeting(ring_bytes=ring_bytes, ticket=ticket)
         listen = address, prefill_ranks
         self._peers = RankPeers("prefill", hello, key, timeout, connect_timeout, listen=listen)
         self.inbox = Inbox(cache, self._peers, transport, ring)
-        self._on_loss = on_loss
-        self.split = SplitStats()
-        self._remote = True  # whether the prefill engine computes prompts; equal on all ranks
-        self._idle = False
+        self._engine, self._on_loss = engine, on_loss
+        self.stats = SplitStats()
+        self._idle = False  # whether the last step had nothing to compute
         self._done = 0  # transfers that are complete on all ranks
+        engine.prompts = self
 
     def close(self) -> None:
-        """Announce the end to the prefill engine, and wait for it to disconnect."""
-        self._peers.end()
+        """Let the engine compute its prompts again, and announce the end to the prefill engine.
 
-    def unavailable_reason(self) -> str | None:
-        """Return why this engine cannot generate, or None.
-
-        With `on_loss="refuse"`, the loss of a prefill rank is a reason too.
-
-        Returns:
-            The reasons, joined by "; "; None if there is none.
+        Wait for the prefill engine to disconnect.
         """
-        lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
-        return "; ".join(filter(None, (super().unavailable_reason(), lost))) or None
+        self._peers.end()
+        self._detach("the connection is closed")
 
-    def _mark(self, samples: Sequence[Sample]) -> None:
+    def accept(self, samples: Sequence[Sample]) -> None:
+        self._idle = False
         for sample in samples:
             # beam search needs the logits of the prompt in this process
-            sample.remote = self._remote and sample.beams is None
+            sample.remote = sample.beams is None
 
-    def _step(self) -> None:
-        self._require_current()  # before transfers are written into the pages
-        if self._remote:
-            self._receive()
-        super()._step()
-
-    def _launch(self, step: Step) -> Launched | None:
+    def ask(self, step: Step) -> None:
         for chunk in step.arriving:
             self.inbox.ask(chunk)
         self._idle = not step.decode and not step.chunks
-        return None if self._idle else super()._launch(step)
 
     # ---------------------------------------------------------------- arrivals
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
         """Handle messages, and start to decode the prompts that are complete on all ranks."""
-        inbox = self.inbox
+        if self.refusal is not None:
+            raise PeerLostError(self.refusal)
+        engine, inbox = self._engine, self.inbox
         inbox.receive(_WAIT_SECONDS if self._idle else 0)
-        loss, complete = self._ranks.agree(
-            [self._peers.loss, self._done + inbox.arrived], self.saver.device, "arrived prompts"
+        loss, complete = engine.runner.ranks.agree(
+            [self._peers.loss, self._done + inbox.arrived], engine.saver.device, "arrived prompts"
         )
         while self._done < complete:
             self._finish(inbox.transfers.pop(self._done))
             self._done += 1
-        self.split.rounds = inbox.allocator.watermark.round
+        self.stats.rounds = inbox.allocator.watermark.round
         if loss < len(self._peers):
             self._peers.lose(loss, "is lost (reported by another rank)")
             self._continue_alone()
@@ -301,7 +295,7 @@ class DecodeEngine(Engine):
     def _finish(self, transfer: KVTransfer) -> None:
         if not transfer.wanted:
             return
-        first, version = transfer.first, self.weights_version
+        first, version = transfer.first, self._engine.weights_version
         if first is None:
             self._recompute(transfer.sample, f"refused: {transfer.refusal}")
         elif first.version != version:
@@ -313,28 +307,35 @@ class DecodeEngine(Engine):
             self._begin(transfer.sample, first)
 
     def _begin(self, sample: Sample, first: First) -> None:
-        self.scheduler.arrived(sample)
-        self.split.arrived += 1
-        for member, token, logprob in zip(
-            self._prefilled(sample), first.tokens, first.logprobs, strict=True
-        ):
-            self.scheduler.append(member, token, logprob, first.version)
+        scheduler = self._engine.scheduler
+        scheduler.arrived(sample)
+        self.stats.arrived += 1
+        family = sample, *scheduler.fork_siblings(sample)
+        for member, token, logprob in zip(family, first.tokens, first.logprobs, strict=True):
+            scheduler.append(member, token, logprob, first.version)
 
     def _recompute(self, sample: Sample, reason: str) -> None:
-        self.scheduler.preempt(sample)
-        self.split.recomputed += 1
-        self.split.reason = reason
+        self._engine.scheduler.preempt(sample)
+        self.stats.recomputed += 1
+        self.stats.reason = reason
 
     def _continue_alone(self) -> None:
         """Disconnect from all prefill ranks after a loss, and recompute or refuse."""
-        reason = f"the prefill engine is lost: {self._peers.lost}"
-        self._remote, self.split.reason = False, reason
+        reason = self.stats.reason = f"the prefill engine is lost: {self._peers.lost}"
         self._peers.close()
         if self._on_loss == "refuse":
+            self.refusal = reason
             raise PeerLostError(reason)
+        self._detach(reason)
+
+    def _detach(self, reason: str) -> None:
+        """Let the engine compute its prompts again, pending ones included."""
+        if self._engine.prompts is not self:
+            return
+        self._engine.prompts = PromptSource()
         for transfer in reversed(self.inbox.transfers.values()):
             if transfer.wanted:
                 self._recompute(transfer.sample, reason)
         self.inbox.transfers.clear()
-        for sample in self.scheduler.waiting:
+        for sample in self._engine.scheduler.waiting:
             sample.remote = False

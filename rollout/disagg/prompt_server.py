@@ -1,4 +1,4 @@
-"""The prefill side: an engine that computes prompts into the rings of decode ranks."""
+"""The prefill side: an engine computes prompts into the rings of decode ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ from memsaver import StateError
 from memsaver.content_watch import lost_by_others
 from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
 from rollout.disagg.transport import Transport
-from rollout.engine import Engine, Launched
+from rollout.engine import Engine
 from rollout.errors import PeerLostError
+from rollout.requests import Output
 from rollout.serving.prefix import PrefixBlocks
+from rollout.serving.prompt_source import PromptSource
 from rollout.serving.samples import Sample
 from rollout.tag_names import KV_CACHE
 
@@ -37,6 +39,21 @@ class Parcel:
     first: First | None = None  # first tokens of the samples, once they are computed
     refusal: str | None = None  # reason for not computing the prompt
     nth: Counter[int] = field(default_factory=Counter)  # ranges sent (1 for a refusal), by peer
+    outputs: list[Output] = field(default_factory=list)  # of its samples
+
+    def add(self, output: Output) -> None:
+        """Add the output of a sample, which has the first token or the error of the prompt."""
+        self.outputs.append(output)
+        if output.error is not None:
+            error = f"{type(output.error).__name__}: {output.error}"
+            self.refusal = f"the prefill engine failed to compute the prompt: {error}"
+        elif len(self.outputs) == len(self.asks[0].indices) and self.refusal is None:
+            samples = sorted(self.outputs, key=lambda sample: sample.sample)
+            self.first = First(
+                tokens=tuple(sample.token_ids[0] for sample in samples),
+                logprobs=tuple(sample.logprobs[0] for sample in samples),
+                version=output.weight_versions[0],
+            )
 
 
 class Outbox:
@@ -76,7 +93,8 @@ class Outbox:
         for parcel in self.parcels[self.sent :]:
             if not all(self._send_to(peer, parcel, blocks) for peer in range(len(self._peers))):
                 return
-            self._release(parcel, blocks)
+            self.drop(parcel, blocks)
+            self.sent += 1
 
     @property
     def holds_pages(self) -> bool:
@@ -84,14 +102,15 @@ class Outbox:
         return any(parcel.handle is not None for parcel in self.parcels[self.sent :])
 
     def clear(self, blocks: PrefixBlocks) -> None:
-        """Drop the parcels that are not sent, and free their pages."""
+        """Free the pages of the parcels that are not sent."""
         for parcel in self.parcels[self.sent :]:
-            self._release(parcel, blocks)
+            self.drop(parcel, blocks)
 
-    def _release(self, parcel: Parcel, blocks: PrefixBlocks) -> None:
-        if parcel.handle is not None:
-            blocks.release(parcel.handle, parcel.asks[0].prompt)
-        self.sent += 1
+    def drop(self, parcel: Parcel, blocks: PrefixBlocks) -> None:
+        """Free the pages that a parcel holds."""
+        handle, parcel.handle = parcel.handle, None
+        if handle is not None:
+            blocks.release(handle, parcel.asks[0].prompt)
 
     def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
         """Send the ranges that are ready; return whether this rank's part of the parcel is sent."""
@@ -129,11 +148,25 @@ class Outbox:
         self._transport.put(peer, staged, at.offset + before)
 
 
-class PrefillEngine(Engine):
-    """One rank of the prefill side: `connect`, then `serve` until the decode engine closes."""
+class PromptServer(PromptSource):
+    """Prompts that one rank of an engine computes for a decode engine, until that closes.
 
-    def connect(
+    Args:
+        engine: The engine that computes the prompts.
+        addresses: zmq endpoints of the decode ranks, which may begin to listen later.
+        key: Secret that all ranks of both engines share.
+        transport: Moves keys and values; the same class on all ranks.
+        timeout: Seconds after which a decode rank is lost if it accepts no message.
+        connect_timeout: Seconds to wait for the decode ranks.
+
+    Raises:
+        TimeoutError: A decode rank did not answer.
+        ValueError: The engines do not match, or the cache is not plain full attention.
+    """
+
+    def __init__(
         self,
+        engine: Engine,
         addresses: Sequence[str],
         key: bytes,
         transport: Transport,
@@ -141,62 +174,58 @@ class PrefillEngine(Engine):
         timeout: float = 60.0,
         connect_timeout: float = 600.0,
     ) -> None:
-        """Connect to all decode ranks, and exchange greetings.
-
-        Args:
-            addresses: zmq endpoints of the decode ranks, which may begin to listen later.
-            key: Secret that all ranks of both engines share.
-            transport: Moves keys and values; the same class on all ranks.
-            timeout: Seconds after which a decode rank is lost if it accepts no message.
-            connect_timeout: Seconds to wait for the decode ranks.
-
-        Raises:
-            TimeoutError: A decode rank did not answer.
-            ValueError: The engines do not match, or the cache is not plain full attention.
-        """
-        cache = StagedCache.of(self.model, self.cache, self._ranks)
+        cache = StagedCache.of(engine.model, engine.cache, engine.runner.ranks)
         hello = cache.greeting()
         self._peers = RankPeers("decode", hello, key, timeout, connect_timeout, dial=addresses)
-        self._transport = transport
+        self._engine, self._transport = engine, transport
         self._outbox = Outbox(cache, self._peers, transport)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
-        self._computed: list[tuple[Parcel, list[Sample]]] = []  # by the current step
 
     def serve(self) -> None:
         """Compute and send prompts until every decode rank has closed.
 
         Raises:
             PeerLostError: A decode rank is gone; names the rank.
-            StateError: The KV cache lost computed prompts before they were sent.
+            StateError: The engine cannot compute or has requests of its own, or its KV cache lost
+                computed prompts before they were sent.
         """
+        engine = self._engine
+        if left := engine.unfinished:
+            raise StateError(
+                f"cannot serve prompts: {len(left)} requests of submit are unfinished; step until "
+                f"they end, or abort them"
+            )
+        source, engine.prompts = engine.prompts, self
         try:
-            self._require_current(together=True)
+            engine.require_current(together=True)
             while self._turn():
                 pass
         finally:
-            self.scheduler.abort(self.scheduler.unfinished)
-            self._outbox.clear(self.prefixes)
+            engine.prompts = source
+            engine.requests.drop(engine.unfinished)
+            self._outbox.clear(engine.prefixes)
             self._transport.close()
             self._peers.close()
 
     def _turn(self) -> bool:
         """Receive, admit, compute one step and send; return False when all decode ranks closed."""
-        self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
+        engine = self._engine
+        self._receive(0 if engine.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
-        loss, closed, known, sent = self._ranks.agree(
+        loss, closed, known, sent = engine.runner.ranks.agree(
             [self._peers.loss, self._peers.closed, known, self._outbox.sent],
-            self.saver.device,
+            engine.saver.device,
             "requests",
         )
         if loss < len(self._peers):
             self._peers.lose(loss, "is lost (reported by another rank)")
             raise PeerLostError(f"the prefill engine stopped serving: {self._peers.lost}")
         self._admit(known, sent)
-        if self.scheduler.unfinished:
-            self._step()
-        elif self._outbox.holds_pages:
-            self._require_current()
-        self._outbox.send(self.prefixes)
+        if self._outbox.holds_pages:
+            engine.require_current()
+        for output in engine.step():
+            self._outbox.parcels[output.id].add(output)
+        self._outbox.send(engine.prefixes)
         return closed < len(self._peers)
 
     def _receive(self, seconds: float) -> None:
@@ -214,10 +243,10 @@ class PrefillEngine(Engine):
 
         All ranks of this engine have received `known` requests and sent `sent` parcels.
         """
-        parcels = self._outbox.parcels
+        parcels, config = self._outbox.parcels, self._engine.config
         while len(parcels) < known:
             asks = [asked[len(parcels)] for asked in self._asked]
-            pages = -(-len(asks[0].prompt) // self.config.page_size)
+            pages = -(-len(asks[0].prompt) // config.page_size)
             # one additional row holds the pages until they are sent
             parcel = Parcel(asks=asks, pages=pages, rows=len(asks[0].indices) + 1)
             parcel.refusal = self._refusal(parcel)
@@ -225,8 +254,8 @@ class PrefillEngine(Engine):
                 parcel.pages = parcel.rows = 0
             held = [*parcels[sent:], parcel]
             if (
-                sum(unsent.pages for unsent in held) > self.blocks.total_pages
-                or sum(unsent.rows for unsent in held) > self.config.max_running
+                sum(unsent.pages for unsent in held) > self._engine.blocks.total_pages
+                or sum(unsent.rows for unsent in held) > config.max_running
             ):
                 return
             parcels.append(parcel)
@@ -234,18 +263,19 @@ class PrefillEngine(Engine):
                 self._queue(asks[0])
 
     def _refusal(self, parcel: Parcel) -> str | None:
-        length = len(parcel.asks[0].prompt)
-        if parcel.pages > self.blocks.total_pages or length >= self.max_context_len:
+        engine, length = self._engine, len(parcel.asks[0].prompt)
+        if parcel.pages > engine.blocks.total_pages or length >= engine.max_context_len:
             return f"the prefill engine cannot hold {length} prompt tokens; raise its kv_tokens"
-        if parcel.rows > self.config.max_running:
+        if parcel.rows > engine.config.max_running:
             samples = parcel.rows - 1
             rule = "raise its max_running"
             return f"the prefill engine needs {parcel.rows} rows for {samples} samples; {rule}"
         return None
 
     def _queue(self, ask: Ask) -> None:
-        params = replace(ask.params, max_tokens=1)
-        leader, *siblings = (
+        """Queue the samples of a prompt, which end with their first tokens."""
+        params = replace(ask.params, max_tokens=1, forced=ask.params.forced[:1])
+        samples = [
             Sample(
                 request=ask.number,
                 index=i,
@@ -255,38 +285,25 @@ class PrefillEngine(Engine):
                 stop_ids=frozenset(),
             )
             for i in ask.indices
-        )
-        leader.siblings = siblings
-        self.scheduler.waiting.append(leader)
+        ]
+        leader, *leader.siblings = samples
+        self._engine.scheduler.waiting.append(leader)
+        self._engine.requests.follow(samples, len(samples))
 
-    # ---------------------------------------------------------------- a step
+    # ---------------------------------------------------------------- the engine's steps
 
-    def _start_over(self) -> None:
-        """Raise a StateError if the discarded cache held prompts that are not yet sent."""
-        super()._start_over()
-        if hasattr(self, "_outbox") and self._outbox.holds_pages:
+    def computed(self, sample: Sample) -> None:
+        """Keep the prompt's pages after the sample ends, which it does with its first token."""
+        assert sample.handle is not None
+        parcel, blocks = self._outbox.parcels[sample.request], self._engine.prefixes
+        self._outbox.drop(parcel, blocks)  # a step that computed it may have failed afterwards
+        parcel.handle = blocks.fork(sample.handle)
+        assert parcel.handle is not None, "admission keeps a row free"
+
+    def lost(self) -> None:
+        """Raise a StateError if prompts were computed and not sent."""
+        if self._outbox.holds_pages:
             reason = lost_by_others([KV_CACHE], "engine")
             raise StateError(
-                f"stopped serving: {reason} before its prompts were sent; call serve again"
+                f"stopped serving: {reason} before its prompts were sent; connect both engines anew"
             )
-
-    def _prefilled(self, sample: Sample) -> list[Sample]:
-        """Keep the prompt's pages after the sample ends, which it does with its first token."""
-        family = super()._prefilled(sample)
-        assert sample.handle is not None
-        parcel = self._outbox.parcels[sample.request]
-        parcel.handle = self.prefixes.fork(sample.handle)
-        assert parcel.handle is not None, "admission keeps a row free"
-        self._computed.append((parcel, family))
-        return family
-
-    def _collect(self, launched: Launched | None) -> None:
-        super()._collect(launched)
-        self.scheduler.take_news()  # parcels tell
-        for parcel, family in self._computed:
-            parcel.first = First(
-                tokens=tuple(sample.output[0] for sample in family),
-                logprobs=tuple(sample.logprobs[0] for sample in family),
-                version=family[0].versions[0],
-            )
-        self._computed.clear()
