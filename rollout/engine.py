@@ -334,7 +334,9 @@ class Engine(EngineBase, SteppedEngine):
         step = None
         try:
             step = self.scheduler.schedule()
-            self._collect(self._launch(step))
+            self.prompts.ask(step)
+            if step.decode or step.chunks:
+                self._collect(self._launch(step))
         except BaseException as error:
             self.scheduler.preempt_all()
             if step is None or not isinstance(error, Exception) or self._ranks.size > 1:
@@ -358,11 +360,8 @@ class Engine(EngineBase, SteppedEngine):
         arriving = any(sample.remote for sample in self.scheduler.running)
         return not arriving and self.prefixes.compact(pages)
 
-    def _launch(self, step: Step) -> Launched | None:
-        """Start a step's forward and the choice of its next tokens; None if nothing is to do."""
-        self.prompts.ask(step)
-        if not step.decode and not step.chunks:
-            return None
+    def _launch(self, step: Step) -> Launched:
+        """Start a step's forward and the choice of its next tokens."""
         logits = self.runner.forward(step)
         routing = None
         if self.runner.recorder is not None:
@@ -381,10 +380,8 @@ class Engine(EngineBase, SteppedEngine):
         branches = [(row, sample) for row, sample in members if sample.beams is not None]
         return Launched(samples, sent, logits, branches, routing)
 
-    def _collect(self, launched: Launched | None) -> None:
+    def _collect(self, launched: Launched) -> None:
         """Wait for the tokens of a launched step, and add them to its samples."""
-        if launched is None:
-            return
         if launched.branches:
             self._branch(launched.logits, launched.branches)
         if launched.sent is not None:

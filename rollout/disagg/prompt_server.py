@@ -66,9 +66,11 @@ class Outbox:
     completely.
     """
 
-    def __init__(self, cache: StagedCache, peers: RankPeers, transport: Transport) -> None:
+    def __init__(
+        self, cache: StagedCache, blocks: PrefixBlocks, peers: RankPeers, transport: Transport
+    ) -> None:
         """Open the ring of every decode rank that this one sends to."""
-        self._cache = cache
+        self._cache, self._blocks = cache, blocks
         self._peers, self._transport = peers, transport
         self.parcels: list[Parcel] = []
         self.watermarks = [Watermark(0, 0)] * len(peers)
@@ -88,12 +90,12 @@ class Outbox:
                     with torch.cuda.device_of(cache.k):
                         transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
-    def send(self, blocks: PrefixBlocks) -> None:
+    def send(self) -> None:
         """Send the parcels that are ready, in order, and free the pages of each sent parcel."""
         for parcel in self.parcels[self.sent :]:
-            if not all(self._send_to(peer, parcel, blocks) for peer in range(len(self._peers))):
+            if not all(self._send_to(peer, parcel) for peer in range(len(self._peers))):
                 return
-            self.drop(parcel, blocks)
+            self.drop(parcel)
             self.sent += 1
 
     @property
@@ -101,18 +103,18 @@ class Outbox:
         """Return whether a computed prompt waits to be sent."""
         return any(parcel.handle is not None for parcel in self.parcels[self.sent :])
 
-    def clear(self, blocks: PrefixBlocks) -> None:
+    def clear(self) -> None:
         """Free the pages of the parcels that are not sent."""
         for parcel in self.parcels[self.sent :]:
-            self.drop(parcel, blocks)
+            self.drop(parcel)
 
-    def drop(self, parcel: Parcel, blocks: PrefixBlocks) -> None:
+    def drop(self, parcel: Parcel) -> None:
         """Free the pages that a parcel holds."""
         handle, parcel.handle = parcel.handle, None
         if handle is not None:
-            blocks.release(handle, parcel.asks[0].prompt)
+            self._blocks.release(handle, parcel.asks[0].prompt)
 
-    def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
+    def _send_to(self, peer: int, parcel: Parcel) -> bool:
         """Send the ranges that are ready; return whether this rank's part of the parcel is sent."""
         ask = parcel.asks[peer]
         if parcel.refusal is not None:
@@ -127,19 +129,18 @@ class Outbox:
             at = ask.ranges[parcel.nth[peer]]
             if not may_fill(at.round, at.end, self.watermarks[peer]):
                 return False
-            self._put(peer, part, parcel, at, blocks)
+            self._put(peer, part, parcel, at)
             filled = Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first)
             self._peers.send(peer, filled)
             parcel.nth[peer] += 1
         return True
 
-    def _put(
-        self, peer: int, part: HeadSlice, parcel: Parcel, at: Range, blocks: PrefixBlocks
-    ) -> None:
+    def _put(self, peer: int, part: HeadSlice, parcel: Parcel, at: Range) -> None:
         """Gather this rank's heads of a range's tokens, and send them in one bulk copy."""
         assert parcel.handle is not None
         k, v = self._cache.k, self._cache.v
-        tokens = blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens)
+        pages = self._blocks.blocks
+        tokens = pages.token_ids(parcel.handle, at.first, at.first + at.tokens)
         self._transport.settle(peer)
         staged = self._staging[peer][: self._cache.nbytes(at.tokens, part.num_heads)]
         slots = to_device(tokens, k.device)
@@ -178,7 +179,7 @@ class PromptServer(PromptSource):
         hello = cache.greeting()
         self._peers = RankPeers("decode", hello, key, timeout, connect_timeout, dial=addresses)
         self._engine, self._transport = engine, transport
-        self._outbox = Outbox(cache, self._peers, transport)
+        self._outbox = Outbox(cache, engine.prefixes, self._peers, transport)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
 
     def serve(self) -> None:
@@ -203,7 +204,7 @@ class PromptServer(PromptSource):
         finally:
             engine.prompts = source
             engine.requests.drop(engine.unfinished)
-            self._outbox.clear(engine.prefixes)
+            self._outbox.clear()
             self._transport.close()
             self._peers.close()
 
@@ -225,7 +226,7 @@ class PromptServer(PromptSource):
             engine.require_current()
         for output in engine.step():
             self._outbox.parcels[output.id].add(output)
-        self._outbox.send(engine.prefixes)
+        self._outbox.send()
         return closed < len(self._peers)
 
     def _receive(self, seconds: float) -> None:
@@ -295,9 +296,9 @@ class PromptServer(PromptSource):
     def computed(self, sample: Sample) -> None:
         """Keep the prompt's pages after the sample ends, which it does with its first token."""
         assert sample.handle is not None
-        parcel, blocks = self._outbox.parcels[sample.request], self._engine.prefixes
-        self._outbox.drop(parcel, blocks)  # a step that computed it may have failed afterwards
-        parcel.handle = blocks.fork(sample.handle)
+        parcel = self._outbox.parcels[sample.request]
+        self._outbox.drop(parcel)  # a step that computed it may have failed afterwards
+        parcel.handle = self._engine.prefixes.fork(sample.handle)
         assert parcel.handle is not None, "admission keeps a row free"
 
     def lost(self) -> None:

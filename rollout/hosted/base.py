@@ -331,12 +331,9 @@ class HostedRollout(EngineBase):
 def require_sampling(params: SamplingParams, library: str) -> None:
     """Raise a ValueError if the answers are not to be sampled by the library."""
     for name in ("beam_width", "forced"):
-        value, default = getattr(params, name), getattr(SamplingParams, name)
-        if value != default:
-            raise ValueError(
-                f"{name}={value}: {library} only samples its answers; use {name}={default}, or "
-                f"the native engine"
-            )
+        if (value := getattr(params, name)) != getattr(SamplingParams, name):
+            rule = f"{library} only samples its answers; leave it out, or use the native engine"
+            raise ValueError(f"{name}={value}: {rule}")
 
 
 def _host_copies(

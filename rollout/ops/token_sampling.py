@@ -9,7 +9,7 @@ selects a block by the cumulative mass, and a token within the block by the same
 summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -51,8 +51,9 @@ class SamplingBatch:
     top_p: Tensor  # fp64 [R]; 1 disables the filter
     counters: Tensor  # int64 [R, 3]: seed, sample index, position
     any_random: bool  # whether any row is not greedy
-    filtered_rows: Tensor | None  # rows with top-k or top-p, int64 [F]; None if there are none
-    forced: Tensor | None  # rows whose token is known, and their tokens, int64 [2, F]; None: none
+    forced: Tensor  # int64 [R]: a token that is not drawn; -1: none
+    # Rows with top-k, top-p or a forced token, int64 [F]; None if there are none.
+    special_rows: Tensor | None
 
     @classmethod
     def build(
@@ -62,34 +63,33 @@ class SamplingBatch:
         top_k: Sequence[int],
         top_p: Sequence[float],
         counters: Sequence[tuple[int, int, int]],
+        forced: Sequence[int],
         device: torch.device,
-        forced: Sequence[tuple[int, int]] = (),
     ) -> "SamplingBatch":
-        """Copy per-row parameters to the device.
-
-        A temperature of 0 means greedy. Each entry of `forced` is a row and the token that it gets.
-        """
+        """Copy per-row parameters to the device; a temperature of 0 means greedy."""
         greedy = [value == 0 for value in temperature]
-        filters = enumerate(zip(top_k, top_p, greedy, strict=True))
-        filtered = [row for row, (k, p, first) in filters if (k or p < 1) and not first]
+        rules = enumerate(zip(top_k, top_p, greedy, forced, strict=True))
+        special = [
+            row for row, (k, p, first, token) in rules if token >= 0 or (not first and (k or p < 1))
+        ]
         host = [
             torch.tensor([value or 1.0 for value in temperature], dtype=torch.float32).unsqueeze(1),
             torch.tensor(greedy, dtype=torch.bool),
             torch.tensor(top_k, dtype=torch.int64),
             torch.tensor(top_p, dtype=torch.float64),
             torch.tensor(counters, dtype=torch.int64),
-            torch.tensor(filtered, dtype=torch.int64),
-            torch.tensor(forced, dtype=torch.int64).view(-1, 2).T.contiguous(),
+            torch.tensor(forced, dtype=torch.int64),
+            torch.tensor(special, dtype=torch.int64),
         ]
-        scale, is_greedy, k, p, counts, rows, known = send_together(host, device)
-        chosen = rows if filtered else None, known if forced else None
-        return cls(scale, is_greedy, k, p, counts, not all(greedy), *chosen)
+        scale, is_greedy, k, p, counts, known, rows = send_together(host, device)
+        any_random = not all(greedy)
+        return cls(scale, is_greedy, k, p, counts, any_random, known, rows if special else None)
 
-    def only_filtered(self, rows: Tensor) -> "SamplingBatch":
-        """Return the batch of `rows`, int64 [F], which all have filters."""
-        names = ("temperature", "greedy", "top_k", "top_p", "counters")
+    def only_special(self, rows: Tensor) -> "SamplingBatch":
+        """Return the batch of `rows`, int64 [F], which are all special."""
+        names = ("temperature", "greedy", "top_k", "top_p", "counters", "forced")
         parts = {name: getattr(self, name)[rows] for name in names}
-        return replace(self, **parts, filtered_rows=torch.arange(len(rows), device=rows.device))
+        return replace(self, **parts, special_rows=torch.arange(len(rows), device=rows.device))
 
 
 def uniform(counters: Tensor) -> Tensor:
@@ -121,8 +121,6 @@ def sample(
 
 def _sample_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
     tokens, z = _choose_torch(logits.float(), batch, choices)
-    if batch.forced is not None:
-        tokens[batch.forced[0]] = batch.forced[1]
     _, peaks, masses = block_sums(z)
     chosen = z.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, log_prob(chosen, *row_sums(peaks, masses))
@@ -135,7 +133,7 @@ def _choose_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[T
     if batch.any_random:
         drawn = _draw(torch.log_softmax(z[:, :choices], dim=-1), batch)
         tokens = torch.where(batch.greedy, tokens, drawn)
-    return tokens, z
+    return torch.where(batch.forced < 0, tokens, batch.forced), z
 
 
 def likeliest(logits: Tensor, count: int, choices: int) -> tuple[Tensor, Tensor]:
@@ -154,8 +152,8 @@ def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     A row with NaN yields an arbitrary token of the vocabulary.
     """
     probs = logprobs.exp()
-    if batch.filtered_rows is not None:
-        rows = batch.filtered_rows
+    if batch.special_rows is not None:
+        rows = batch.special_rows
         probs[rows] = keep_top(probs[rows], batch.top_k[rows], batch.top_p[rows])
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform(batch.counters).unsqueeze(1) * cdf[:, -1:]
@@ -181,17 +179,17 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
-    """Sample by kernels, and choose the tokens of filtered rows by torch.
+    """Sample by kernels, and choose the tokens of special rows by torch.
 
-    The kernels also choose for filtered and forced rows, to keep the grid the same. Sampled tokens
-    are below `choices` even for a row with NaN; in all other rows their probability is positive.
+    The kernels also choose for special rows, to keep the grid the same. Sampled tokens are below
+    `choices` even for a row with NaN; in all other rows their probability is positive.
     """
     rows, vocab = logits.shape
     temperature, greedy, counters = batch.temperature, batch.greedy, batch.counters
     contiguous = (tensor.is_contiguous() for tensor in (temperature, greedy, counters))
     assert logits.stride(1) == 1 and all(contiguous)
     blocks = triton.cdiv(vocab, BLOCK)
-    power = triton.next_power_of_2(blocks)
+    special, power = batch.special_rows, triton.next_power_of_2(blocks)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -205,26 +203,14 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[
             logits.stride(0), vocab, choices, blocks, COUNTERS=counters.shape[1],
             BLOCK=BLOCK, BLOCKS=power, num_warps=ROW_WARPS,
         )  # fmt: skip
-        for changed in _choose_again(logits, batch, choices, tokens):
-            _score[(len(changed),)](
-                logits, temperature, peaks, masses, changed, tokens, logprobs, logits.stride(0),
+        if special is not None:
+            own = batch.only_special(special)
+            tokens[special] = _choose_torch(logits[special].float(), own, choices)[0]
+            _score[(len(special),)](
+                logits, temperature, peaks, masses, special, tokens, logprobs, logits.stride(0),
                 vocab, blocks, BLOCKS=power, num_warps=ROW_WARPS,
             )  # fmt: skip
     return tokens, logprobs
-
-
-def _choose_again(
-    logits: Tensor, batch: SamplingBatch, choices: int, tokens: Tensor
-) -> Iterator[Tensor]:
-    """Replace the tokens of filtered rows, then those of forced rows; yield both sets of rows."""
-    if (filtered := batch.filtered_rows) is not None:
-        own = batch.only_filtered(filtered)
-        tokens[filtered] = _choose_torch(logits[filtered].float(), own, choices)[0]
-        yield filtered
-    if batch.forced is not None:
-        rows, known = batch.forced
-        tokens[rows] = known
-        yield rows
 
 
 class Sent(NamedTuple):

@@ -166,9 +166,9 @@ class ModelRunner:
             top_p=[member.params.top_p for member in samples],
             counters=[(member.seed, member.index, len(member.output)) for member in samples],
             forced=[
-                (row, member.params.forced[len(member.output)])
-                for row, member in enumerate(samples)
-                if len(member.output) < len(member.params.forced)
+                known[len(member.output)] if len(member.output) < len(known) else -1
+                for member in samples
+                for known in [member.params.forced]
             ],
             device=self.device,
         )

@@ -1,7 +1,7 @@
 """Sampling of tokens: distribution, filters, batch invariance, and fused kernels against torch."""
 
+from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,13 @@ from tests.helpers.case_selection import some
 Row = tuple[float, int, float, tuple[int, int, int]]
 
 
-def batch(rows: list[Row], device: str = "cpu", **options: Any) -> SamplingBatch:
+def batch(
+    rows: list[Row], device: str = "cpu", forced: Sequence[int] | None = None
+) -> SamplingBatch:
     keys = ("temperature", "top_k", "top_p", "counters")
     columns = dict(zip(keys, zip(*rows, strict=True), strict=True))
-    return SamplingBatch.build(**columns, device=torch.device(device), **options)
+    forced = forced or [-1] * len(rows)
+    return SamplingBatch.build(**columns, forced=forced, device=torch.device(device))
 
 
 def plain(temperatures: list[float], device: str, seed: int = 7) -> SamplingBatch:
@@ -178,7 +181,7 @@ def test_forced_tokens_replace_drawn_ones_with_log_probs_of_the_same_bits(
     options = [(0.3 * (row % 3), row % 2 * 9, 0.9, (1, row, 0)) for row in range(12)]
     tokens, logprobs = sample(x, batch(options, device), impl)  # type: ignore[arg-type]
     others = [(*option[:3], (2, row, 0)) for row, option in enumerate(options)]
-    known = list(enumerate(tokens.tolist()))[::5]
+    known = [-1 if row % 5 else token for row, token in enumerate(tokens.tolist())]
     forced = sample(x, batch(others, device, forced=known), impl)  # type: ignore[arg-type]
     drawn = sample(x, batch(others, device), impl)  # type: ignore[arg-type]
     for mine, first, second in zip(forced, (tokens, logprobs), drawn, strict=True):

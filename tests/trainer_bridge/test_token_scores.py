@@ -79,8 +79,8 @@ def test_log_probs_have_the_bits_of_the_sampler_whatever_the_slices(
     draw = torch.Generator().manual_seed(words)
     hidden = torch.randint(-2, 3, (7, WIDTH), generator=draw).to(device, dtype) / 4
     weight = torch.randint(-2, 3, (words, WIDTH), generator=draw).to(device, dtype) / 4
-    options = [(0.7, row % 2 * 9, 1 - row % 3 / 10, (1, row, 0)) for row in range(7)]
-    names = ("temperature", "top_k", "top_p", "counters")
+    options = [(0.7, row % 2 * 9, 1 - row % 3 / 10, (1, row, 0), -1) for row in range(7)]
+    names = ("temperature", "top_k", "top_p", "counters", "forced")
     columns = dict(zip(names, zip(*options, strict=True), strict=True))
     batch = SamplingBatch.build(**columns, device=torch.device(device))
     logits = torch.empty(7, words + 3, dtype=dtype, device=device)[:, 3:].copy_(hidden @ weight.T)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
 from memsaver.system.replaced import replaced
-from rollout import Engine, EngineConfig
-from rollout.teacher_forcing import Listener, teacher_forced
+from rollout import Engine, EngineConfig, SamplingParams
+from rollout.observed import Listener, observed
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.exact.record import MismatchRecord
 from trainer_bridge.learning.batch import SequenceBatch
@@ -61,8 +61,8 @@ class MismatchTrace:
     Attributes:
         record: The record of the mismatch.
         compared: All operations in the engine's order.
-        engine: The engine's log-probabilities, computed alone now; NaN for the tokens after the
-            first that is not finite.
+        engine: The engine's log-probabilities, computed alone now; NaN if one is not finite, which
+            ends the engine's part.
         trainer: The trainer's log-probabilities, computed alone now.
     """
 
@@ -106,29 +106,20 @@ def trace_mismatch(
     trained = _by_trainer(theirs, str(directory), record)
     for rows, scores in ((ours, served), (theirs, trained)):
         rows["log-softmax"] = [*zip(scores, scores, strict=True)]
-    lost = len(record.response_ids) - len(served)
-    served += [math.nan] * lost
     compared = [
-        Compared(operation, len(rows), _unequal(rows, theirs[operation], record.length - 1, lost))
+        Compared(operation, len(rows), _unequal(rows, theirs[operation], record.length - 1))
         for operation, rows in ours.items()
         if operation in theirs
     ]
     return MismatchTrace(record, compared, served, trained)
 
 
-def _unequal(
-    ours: list[_Row], theirs: list[_Row], tokens: int, lost: int
-) -> dict[int, tuple[float, float]]:
-    """Compare the rows of an operation in both sides.
-
-    The trainer's last row is that of the last of `tokens`, the engine's that of `lost` tokens
-    before it.
-    """
-    end, tokens = len(theirs) - lost, tokens - lost
-    pairs = zip(ours, theirs[end - len(ours) : end], strict=True)
+def _unequal(ours: list[_Row], theirs: list[_Row], tokens: int) -> dict[int, tuple[float, float]]:
+    """Compare the engine's rows of an operation with the trainer's, which end with `tokens`."""
+    pairs = zip(ours, theirs, strict=False)  # the engine may have ended early
     return {
         position: (our, their)
-        for position, ((first, our), (second, their)) in enumerate(pairs, tokens - len(ours))
+        for position, ((first, our), (second, their)) in enumerate(pairs, tokens - len(theirs))
         if first != second and not math.isnan(first)
     }
 
@@ -149,9 +140,15 @@ def _by_engine(rows: _Rows, path: str, record: MismatchRecord, options: Any) -> 
         max_context_len=length, max_running=1, cuda_graphs=False, prefix_cache=False,
         fp32_router=record.fp32_router, exact=True, **options,
     )  # fmt: skip
-    with contextlib.closing(engine.saver):
-        sequence = record.prompt_ids, record.response_ids, record.temperature
-        return teacher_forced(engine, *sequence, partial(_add, rows))
+    forced = tuple(record.response_ids)
+    params = SamplingParams(
+        max_tokens=len(forced), temperature=record.temperature, ignore_eos=True, forced=forced
+    )
+    with contextlib.closing(engine.saver), observed(engine, partial(_add, rows)):
+        with contextlib.suppress(FloatingPointError):
+            ((answer,),) = engine.generate([record.prompt_ids], params)
+            return answer.logprobs
+    return [math.nan] * len(forced)
 
 
 def _by_trainer(rows: _Rows, path: str, record: MismatchRecord) -> list[float]:

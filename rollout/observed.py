@@ -1,11 +1,11 @@
-"""A known sequence through an engine: prefill of the prompt, then a decode step for each token.
+"""What an engine computes, for a listener, which gets the result of each operation with weights.
 
-A listener gets the result of each operation that has weights. The engine's own code has no place
-for listeners: for the time of a call, the functions that compute are replaced by wrappers.
+The engine's own code has no place for listeners: for the time of a block, the functions that
+compute are replaced by wrappers.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from memsaver.system.replaced import replaced
 from rollout.engine import Engine
 from rollout.model import decoder
 from rollout.model.mixers import attention
-from rollout.requests import Output, SamplingParams
 from rollout.serving import runner
 
 Listener = Callable[[str, Tensor], None]
@@ -24,43 +23,15 @@ Listener = Callable[[str, Tensor], None]
 _WEIGHTS = {"linear": 1, "rms_norm": 1, "add_rms_norm": 2, "mix_experts": 3}  # arguments
 
 
-def teacher_forced(
-    engine: Engine,
-    prompt: Sequence[int],
-    response: Sequence[int],
-    temperature: float,
-    listen: Listener,
-) -> list[float]:
-    """Return the log-probabilities of a response, up to the first that is not finite.
-
-    Args:
-        engine: An idle engine without CUDA graphs, which would not call the listener.
-        prompt: Token ids of the prompt.
-        response: Token ids of the response.
-        temperature: Sampling temperature.
-        listen: Gets input and result of each module with weights, in chunks of the sequence. The
-            input is called "input of" the module; "lm_head" has a row for each response token.
-    """
-    forced = tuple(response)
-    params = SamplingParams(
-        max_tokens=len(forced), temperature=temperature, ignore_eos=True, forced=forced
-    )
-    outputs = list[Output]()
-    with observed(engine, listen):
-        engine.submit(prompt, params, stream=False, asleep="refuse")
-        while engine.unfinished:
-            outputs += engine.step()
-    (answer,) = outputs
-    if answer.error is not None and not isinstance(answer.error, FloatingPointError):
-        raise answer.error
-    return answer.logprobs
-
-
 @contextlib.contextmanager
 def observed(engine: Engine, listen: Listener) -> Iterator[None]:
     """Tell the listener of all operations of an engine inside the block.
 
-    No other engine of this process may compute in the block.
+    Args:
+        engine: An engine without CUDA graphs, which would not call the listener. No other engine of
+            this process may compute in the block.
+        listen: Gets input and result of each module with weights, in chunks of the sequences. The
+            input is called "input of" the module; "lm_head" has a row for each token that follows.
     """
     store = engine.store
     params = {store.tensor(part.name).data_ptr(): part for part in store.manifest.slices}

@@ -1,4 +1,4 @@
-"""A known sequence in an engine has the log-probabilities of a sampled one."""
+"""Forced tokens have the log-probabilities of drawn ones, and a listener hears of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from rollout import Engine, SamplingParams
 from rollout.disagg import MappedTransport, PromptServer, RemotePrompts
-from rollout.teacher_forcing import observed, teacher_forced
+from rollout.observed import Listener, observed
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import Peer
 from tests.helpers.rollout.split import submitted_between_steps
@@ -23,13 +23,23 @@ KEY = b"a secret of this test"
 Rows = dict[str, list[bytes]]
 
 
+def score(engine: Engine, response: list[int], heat: float, listen: Listener) -> list[float]:
+    """Return the log-probabilities of a response, and tell a listener of its computation."""
+    options: dict[str, Any] = {"max_tokens": len(response), "ignore_eos": True}
+    params = SamplingParams(temperature=heat, forced=tuple(response), **options)
+    with observed(engine, listen):
+        ((answer,),) = engine.generate([PROMPT], params)
+    assert answer.token_ids == response
+    return answer.logprobs
+
+
 def test_forced_answer_gets_the_log_probabilities_of_a_drawn_one(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     engine = Engine.from_pretrained(tmp_path, dtype=torch.bfloat16, max_prefill_tokens=3)
     asked = SamplingParams(max_tokens=20, temperature=HEAT, n=4, seed=1)
     (answers,) = engine.generate([PROMPT], asked)
     for answer in answers:
-        scores = teacher_forced(engine, PROMPT, answer.token_ids, HEAT, lambda *_: None)
+        scores = score(engine, answer.token_ids, HEAT, lambda *_: None)
         assert scores == answer.logprobs
     started = replace(asked, forced=answers[2].token_ids[:7])
     for one, other in zip(engine.generate([PROMPT], started)[0], answers, strict=True):
@@ -47,7 +57,7 @@ def test_unlikely_tokens_are_scored_and_listeners_get_their_logits(tmp_path: Pat
         if operation == "lm_head":
             logits.append(result)
 
-    logprobs = teacher_forced(engine, PROMPT, response, cold, listen)
+    logprobs = score(engine, response, cold, listen)
     wanted = (torch.cat(logits).double() / cold).log_softmax(-1)
     wanted = wanted[range(199), response]
     assert wanted.min() < -20, "below 1e-7, the resolution of fp32 sums"
@@ -72,11 +82,11 @@ def test_split_engine_that_serves_is_traced_with_the_bits_of_one_engine(tmp_path
     save_tiny(path, "llama")
     engine, plain = (Engine.from_pretrained(path) for _ in range(2))
     (((answer,),), alone) = (plain.generate([PROMPT], SamplingParams(max_tokens=9)), Rows())
-    scores = teacher_forced(plain, PROMPT, answer.token_ids, 1.0, partial(add, alone))
+    scores = score(plain, answer.token_ids, 1.0, partial(add, alone))
     sender, rows = Peer(serve, path, address), Rows()
     ring: dict[str, Any] = {"prefill_ranks": 1, "ring_bytes": 1 << 16}
     remote = RemotePrompts(engine, address, KEY, MappedTransport(), **ring)
-    assert teacher_forced(engine, PROMPT, answer.token_ids, 1.0, partial(add, rows)) == scores
+    assert score(engine, answer.token_ids, 1.0, partial(add, rows)) == scores
     assert remote.stats.arrived == 1
     known = SamplingParams(max_tokens=9, forced=answer.token_ids)
     for (again,) in submitted_between_steps(engine, [PROMPT, PROMPT[1:], PROMPT], known):
