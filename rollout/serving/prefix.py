@@ -146,8 +146,8 @@ class PrefixBlocks:
             if self._keeps:
                 self._insert(handle, array("i", tokens), held.version)
         finally:
+            self.cache.dec_lock_ref(held.node)  # first, because the next can fail on the device
             self.blocks.release(handle)
-            self.cache.dec_lock_ref(held.node)
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
         """Copy keys and values of a sequence's computed `tokens` to the host, before its `release`.

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvcache import ReqHandle
 from rollout import Completion, Engine
 from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import (
@@ -170,4 +172,22 @@ def test_random_workload_is_answered_with_the_current_weights(saved: Saved, devi
                 engine.wake_up()
     stats = engine.stats
     assert min(stats.preempted_recompute, stats.prefix_hit_tokens) > 0, stats
+    check_idle(engine)
+
+
+def test_release_that_fails_on_the_device_leaves_no_page_locked(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step fails, and is repeated."""
+    engine = make(tiny_path)
+    expected, release = run(engine, conversations()), engine.prefixes.blocks.release
+
+    def once(handle: ReqHandle) -> None:
+        monkeypatch.undo()
+        release(handle)
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(engine.prefixes.blocks, "release", once)
+    same(run(engine, conversations()), expected)
+    assert engine.prefixes.blocks.release == release
     check_idle(engine)
