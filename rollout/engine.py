@@ -34,7 +34,7 @@ from rollout.serving.open_requests import OpenRequests
 from rollout.serving.prompt_source import PromptSource
 from rollout.serving.runner import DecodeGraphs, ModelRunner, StepRouting, ladder
 from rollout.serving.samples import EngineStats, Sample, Step, names_of
-from rollout.serving.scheduler import Intake, Scheduler
+from rollout.serving.scheduler import Scheduler
 from rollout.stepping import SteppedEngine
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
@@ -146,10 +146,9 @@ class Engine(EngineBase, SteppedEngine):
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
             self.runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
-        self._intake = Intake(
+        self.requests = OpenRequests(
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
-        self.requests = OpenRequests(self._intake, self.scheduler)
         self.prompts = PromptSource()
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
@@ -271,7 +270,7 @@ class Engine(EngineBase, SteppedEngine):
         self.require_current(together=True)
 
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._intake.check(name, prompt, params)
+        self.requests.check(name, prompt, params)
         if params.beam_width > 1 and self.cache.withheld_pages:
             raise ValueError(
                 f"{name}: no beam search in a pool that woke partly; sleep, then wake_up()"

@@ -289,7 +289,7 @@ class PromptServer(PromptSource):
         ]
         leader, *leader.siblings = samples
         self._engine.scheduler.waiting.append(leader)
-        self._engine.requests.follow(samples, len(samples))
+        self._engine.requests.follow(samples)
 
     # ---------------------------------------------------------------- the engine's steps
 

@@ -1,18 +1,34 @@
 """Requests between `submit` and their last output."""
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-from rollout.requests import Output, SamplingParams
-from rollout.serving.samples import Sample
-from rollout.serving.scheduler import Intake, Scheduler
+import numpy as np
+
+from memsaver.ops.hash import splitmix64_int
+from rollout.model.decoder import ModelConfig
+from rollout.requests import Output, SamplingParams, not_token_ids
+from rollout.serving.beam import check_vocabulary
+from rollout.serving.samples import BeamGroup, Sample
+from rollout.serving.scheduler import Scheduler
+
+_log = logging.getLogger("rollout")
 
 
 class OpenRequests:
-    """The samples of all requests whose ends are not told yet, by the request's number."""
+    """All requests whose ends are not told yet: checks, numbers and queues them, and tells of them.
 
-    def __init__(self, intake: Intake, scheduler: Scheduler) -> None:
-        self._intake, self._scheduler = intake, scheduler
+    A request without a seed gets one from its number and the engine's seed.
+    """
+
+    def __init__(
+        self, model: ModelConfig, scheduler: Scheduler, *, max_context_len: int, seed: int
+    ) -> None:
+        self._model, self._scheduler = model, scheduler
+        self._max_context_len, self._seed = max_context_len, seed
+        self._count = 0  # of all requests so far, which numbers the next
         self._samples: dict[int, list[Sample]] = {}
         self._left: dict[int, int] = {}  # number of samples whose ends are not told
 
@@ -21,17 +37,62 @@ class OpenRequests:
         """Return the numbers of the requests, in order."""
         return list(self._samples)
 
+    def check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise a ValueError, which calls the prompt `name`, if it can never be answered."""
+        ids = _token_ids(name, prompt)
+        if not len(ids):
+            raise ValueError(f"{name} is empty; it needs at least one token")
+        self._check_ids(name, ids)
+        if params.forced:
+            self._check_ids(f"the forced answer of {name}", np.asarray(params.forced))
+        size = self._model.vocab_size
+        if strays := [token for token in params.stop_token_ids or () if not 0 <= token < size]:
+            text = "stop_token_ids of %s has token ids outside [0, %d), which never end it: %s"
+            _log.warning(text, name, size, strays)
+        self._scheduler.check_fits(name, len(prompt), params)
+        if len(prompt) + params.max_tokens > self._max_context_len:
+            raise ValueError(
+                f"{name} needs {len(prompt) + params.max_tokens} positions (prompt {len(prompt)} + "
+                f"max_tokens {params.max_tokens}), max_context_len is {self._max_context_len}; "
+                f"lower max_tokens or raise max_context_len"
+            )
+        if params.beam_width > 1:
+            check_vocabulary(name, params, len(self._stop_ids(params)), self._model.choices)
+
+    def _check_ids(self, name: str, ids: np.ndarray) -> None:
+        size = self._model.vocab_size
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(f"{name} has token ids outside [0, {size}); check the tokenizer")
+
     def submit(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> list[Sample]:
         """Queue a checked request; return its samples."""
-        samples = self._intake.submit(prompt, params)
-        for sample in samples:
-            sample.stream = stream and sample.beams is None
-        self.follow(samples, params.n)
+        seed = params.seed
+        if seed is None:
+            seed = splitmix64_int(splitmix64_int(self._seed) + self._count) >> 1
+        ids, stop_ids = list(prompt), self._stop_ids(params)
+        samples = [
+            Sample(
+                request=self._count,
+                index=i,
+                prompt=ids,
+                params=params,
+                seed=seed,
+                stop_ids=stop_ids,
+                stream=stream and params.beam_width == 1,
+            )
+            for i in range(max(params.n, params.beam_width))
+        ]
+        if params.beam_width > 1:
+            BeamGroup.of(samples)
+        self._count += 1
+        self._scheduler.add(samples)
+        self.follow(samples)
         return samples
 
-    def follow(self, samples: list[Sample], told: int) -> None:
-        """Tell the ends of samples of a request that are queued; `told` of them will be told."""
-        self._samples[samples[0].request], self._left[samples[0].request] = samples, told
+    def follow(self, samples: list[Sample]) -> None:
+        """Tell of the samples of a request, which are queued."""
+        id, told = samples[0].request, min(len(samples), samples[0].params.n)
+        self._samples[id], self._left[id] = samples, told
 
     def abort(self, ids: Iterable[int]) -> None:
         """End requests with their present answers, which `take` tells; unknown ids are ignored."""
@@ -70,3 +131,16 @@ class OpenRequests:
     def _forget(self, id: int) -> None:
         self._samples.pop(id, None)
         self._left.pop(id, None)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_ids = frozenset(params.stop_token_ids or ())
+        return stop_ids if params.ignore_eos else stop_ids | self._model.stop_token_ids
+
+
+def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
+    """Return the prompt as an array of integers, or raise a ValueError that calls it `name`."""
+    with contextlib.suppress(ValueError):  # raised for nested sequences of different lengths
+        ids = np.asarray(prompt)
+        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
+            return ids
+    raise not_token_ids(name)

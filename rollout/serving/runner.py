@@ -166,9 +166,10 @@ class ModelRunner:
             top_p=[member.params.top_p for member in samples],
             counters=[(member.seed, member.index, len(member.output)) for member in samples],
             forced=[
-                known[len(member.output)] if len(member.output) < len(known) else -1
+                member.params.forced[len(member.output)]
+                if len(member.output) < len(member.params.forced)
+                else -1
                 for member in samples
-                for known in [member.params.forced]
             ],
             device=self.device,
         )

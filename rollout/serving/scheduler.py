@@ -1,7 +1,6 @@
-"""Continuous batching: validates requests and chooses the samples of each step, without tensors."""
+"""Continuous batching: chooses the samples of each step, without tensors."""
 
 import contextlib
-import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -9,18 +8,12 @@ from heapq import nlargest
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from kvcache import Ledger, ReqHandle, pages_across
-from memsaver.ops.hash import splitmix64_int
 from rollout.config import EngineConfig
-from rollout.model.decoder import ModelConfig
-from rollout.requests import FinishReason, SamplingParams, not_token_ids
-from rollout.serving.beam import Candidates, check_vocabulary
+from rollout.requests import FinishReason, SamplingParams
+from rollout.serving.beam import Candidates
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
-
-_log = logging.getLogger("rollout")
 
 
 class Scheduler:
@@ -376,82 +369,3 @@ def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
         Chunk(sample=sample, start=sample.computed, length=n, slots=mine)
         for (sample, n), mine in pairs
     ]
-
-
-def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
-    """Return the prompt as an array of integers, or raise a ValueError that calls it `name`."""
-    with contextlib.suppress(ValueError):  # raised for nested sequences of different lengths
-        ids = np.asarray(prompt)
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)):
-            return ids
-    raise not_token_ids(name)
-
-
-class Intake:
-    """Entry of the scheduler: validates requests, numbers them in order, and queues their samples.
-
-    A request without a seed gets one from its number and the engine's seed.
-    """
-
-    def __init__(
-        self, model: ModelConfig, scheduler: Scheduler, *, max_context_len: int, seed: int
-    ) -> None:
-        self._model = model
-        self._scheduler = scheduler
-        self._max_context_len = max_context_len
-        self._seed = seed
-        self._requests = 0
-
-    def check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise a ValueError, which calls the prompt `name`, if it can never be answered."""
-        ids = _token_ids(name, prompt)
-        if not len(ids):
-            raise ValueError(f"{name} is empty; it needs at least one token")
-        self._check_ids(name, ids)
-        if params.forced:
-            self._check_ids(f"the forced answer of {name}", np.asarray(params.forced))
-        size = self._model.vocab_size
-        if strays := [token for token in params.stop_token_ids or () if not 0 <= token < size]:
-            text = "stop_token_ids of %s has token ids outside [0, %d), which never end it: %s"
-            _log.warning(text, name, size, strays)
-        self._scheduler.check_fits(name, len(prompt), params)
-        if len(prompt) + params.max_tokens > self._max_context_len:
-            raise ValueError(
-                f"{name} needs {len(prompt) + params.max_tokens} positions (prompt {len(prompt)} + "
-                f"max_tokens {params.max_tokens}), max_context_len is {self._max_context_len}; "
-                f"lower max_tokens or raise max_context_len"
-            )
-        if params.beam_width > 1:
-            check_vocabulary(name, params, len(self._stop_ids(params)), self._model.choices)
-
-    def _check_ids(self, name: str, ids: np.ndarray) -> None:
-        size = self._model.vocab_size
-        if ids.min() < 0 or ids.max() >= size:
-            raise ValueError(f"{name} has token ids outside [0, {size}); check the tokenizer")
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """Queue a request; return its samples."""
-        seed = params.seed
-        if seed is None:
-            seed = splitmix64_int(splitmix64_int(self._seed) + self._requests) >> 1
-        ids, stop_ids = list(prompt), self._stop_ids(params)
-        samples = [
-            Sample(
-                request=self._requests,
-                index=i,
-                prompt=ids,
-                params=params,
-                seed=seed,
-                stop_ids=stop_ids,
-            )
-            for i in range(max(params.n, params.beam_width))
-        ]
-        if params.beam_width > 1:
-            BeamGroup.of(samples)
-        self._requests += 1
-        self._scheduler.add(samples)
-        return samples
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = frozenset(params.stop_token_ids or ())
-        return stop_ids if params.ignore_eos else stop_ids | self._model.stop_token_ids
