@@ -19,6 +19,7 @@ from rollout.engine import Engine
 from rollout.hosted import SglangRollout, VllmRollout
 from rollout.process_group import RankAddress
 from rollout.protocols import Rollout
+from rollout.stepping import SteppedEngine
 
 EngineKind = Literal["native", "vllm", "sglang"]
 _HOSTED: dict[str, Any] = {"vllm": VllmRollout, "sglang": SglangRollout}
@@ -28,7 +29,8 @@ KINDS = ("native", *_HOSTED)
 class RolloutActor(ActorBase):
     """An engine in its own process, called by `actor.call.remote("generate", prompts, params)`.
 
-    The actor executes one call at a time. Arguments are pickled. Callbacks run in the actor.
+    The actor executes one call at a time. Arguments are pickled. Callbacks run in the actor. Of
+    the ranks of a tensor-parallel engine, the first generates, and the others `follow`.
     """
 
     held: Rollout
@@ -62,6 +64,11 @@ class RolloutActor(ActorBase):
             memsaver.compat.install("vllm.device_allocator.cumem")
         group = self._join(address, self._device)
         self.held, _ = build_engine(self._kind, self._arguments, group)
+
+    def follow(self) -> None:
+        """Follow a call of the engine's first rank; its outputs are not sent twice."""
+        assert isinstance(self.held, SteppedEngine), "SGLang runs in one process"
+        self.held.follow()
 
 
 def build_engine(

@@ -19,6 +19,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
+from rollout.decisions import Decisions
 from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
@@ -68,8 +69,8 @@ class Engine(EngineBase, SteppedEngine):
     discarded keys and values again, and treats discarded weights as undefined.
 
     The engine is not thread-safe: one call at a time, except that callbacks of `generate` may call
-    methods. Ranks of a tensor-parallel engine make the same calls in the same order, and all
-    receive the same answers.
+    methods. Of the ranks of a tensor-parallel engine, the first decides on requests and steps, and
+    the others `follow`; all other methods are called on every rank.
 
     Construction allocates all memory. The weights are undefined until `load` or a weight update.
     `store` (weights), `cache` (pool, request table, states), `blocks` and `prefixes` (pages),
@@ -150,6 +151,7 @@ class Engine(EngineBase, SteppedEngine):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self.prompts = PromptSource()
+        self._decisions = Decisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
@@ -266,9 +268,6 @@ class Engine(EngineBase, SteppedEngine):
         """Return the numbers of the requests whose last outputs `step` has not returned."""
         return self.requests.ids
 
-    def _require_ready(self) -> None:
-        self.require_current(together=True)
-
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self.requests.check(name, prompt, params)
         if params.beam_width > 1 and self.cache.withheld_pages:
@@ -286,8 +285,7 @@ class Engine(EngineBase, SteppedEngine):
     def _abort(self, ids: Sequence[int]) -> None:
         self.requests.abort(ids)
 
-    def _abandon(self, ids: Sequence[int], error: BaseException) -> None:
-        self._ranks.fail(error)
+    def _drop(self, ids: Sequence[int]) -> None:
         with contextlib.suppress(StateError):  # raised if the saver is closed
             self._notice_loss()
         self.requests.drop(ids)
@@ -296,9 +294,9 @@ class Engine(EngineBase, SteppedEngine):
         ended = self.requests.take(self._not_finite)
         if ended or not self.requests.ids:
             return ended
+        if not self.scheduler.running:
+            self.require_current(together=True)
         try:
-            if not self.scheduler.running:
-                self.require_current(together=True)
             self._step()
             return self.requests.take(self._not_finite)
         except BaseException as error:
@@ -448,6 +446,7 @@ class Engine(EngineBase, SteppedEngine):
             ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
             LeaseError: Another process maps a tag.
         """
+        self._decisions.require_outside("sleep")
         check_sleep_level(level)
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
@@ -463,6 +462,7 @@ class Engine(EngineBase, SteppedEngine):
             with self._own_discards():
                 if unfinished == "abort":
                     self.scheduler.abort(left)
+                    self._decisions.abort([sample.request for sample in left])
                 self.scheduler.preempt_all()
                 self._sleep_caches([tag for tag in chosen if tag != WEIGHTS], release)
         if KV_CACHE in chosen:
@@ -704,6 +704,7 @@ class Engine(EngineBase, SteppedEngine):
 
     def _settle(self, action: str, in_flight: InFlight) -> None:
         """Raise a StateError if requests run, and new weights are refused for them."""
+        self._decisions.require_outside(action)
         if (running := self.scheduler.running) and in_flight == "refuse":
             rule = f"cannot {action} while requests run: {names_of(running)}; step until they end"
             raise StateError(f'{rule}, or use in_flight="recompute" or "keep"')

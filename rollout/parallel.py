@@ -1,20 +1,21 @@
 """Tensor parallelism: the collectives of an engine whose ranks all run the same requests.
 
-Every rank has its own heads, MLP columns and vocabulary rows (`rollout.weights.params`). All ranks
-schedule and sample identically, so that no rank sends its decisions to the others. A wait for a
-rank that failed ends with the group's timeout.
+Every rank has its own heads, MLP columns and vocabulary rows (`rollout.weights.params`). The first
+rank tells the others of requests and steps (`rollout.decisions`); all schedule and sample
+identically. A wait for a rank that failed ends with the group's timeout.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import BroadcastOptions
 
 from memsaver import StateError
 from memsaver.memory import on_a_tag
@@ -22,6 +23,7 @@ from memsaver.ops.layout import round_up
 from memsaver.system.plain import all_gather_plain
 from rollout.errors import RankError
 from rollout.ops.row_wise import add_parts
+from rollout.process_group import host_group
 
 _GRACE_SECONDS = 2.0  # for the other ranks to post the stage in which they stopped
 STAGING_BYTES = 32 << 20
@@ -51,6 +53,8 @@ class TensorParallel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.failure: str | None = None
         self._group = group
+        self._host = None if group is None else host_group(group)
+        self._told: list[dist.Work] = []
         self._staging: Tensor | None = None
 
     def stage_captures(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -91,13 +95,41 @@ class TensorParallel:
         )
         return least.tolist()
 
+    def tell(self, text: str, flags: Sequence[int]) -> None:
+        """Send a text and flags from the first rank to the others, without waiting for them."""
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
+        head = torch.tensor([0 if content is None else len(content), *flags])
+
+        def send() -> None:
+            # A rank that failed never receives; the collectives of the step tell of that.
+            self._told = [work for work in self._told if not work.is_completed()]
+            self._told += [self._from_first(part) for part in (head, content) if part is not None]
+
+        self._exchange("decision", send)
+
+    def hear(self, flags: int) -> tuple[str, list[int]]:
+        """Wait for a text and as many flags of the first rank."""
+        head = torch.empty(1 + flags, dtype=torch.int64)
+        self._exchange("decision", lambda: self._from_first(head).wait())
+        size, *given = head.tolist()
+        content = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._exchange("decision", lambda: self._from_first(content).wait())
+        return bytes(content.tolist()).decode(), given
+
+    def _from_first(self, tensor: Tensor) -> dist.Work:
+        assert self._host is not None
+        return self._host.broadcast([tensor], BroadcastOptions())
+
     def agree_ready(
         self, reason: str | None, kept: bool, device: torch.device
     ) -> tuple[str | None, bool]:
         """Return why a rank cannot generate, or None, and whether all KV caches are intact.
 
-        `reason` and `kept` are this rank's answers. The group communicates on `device`.
+        `reason` and `kept` are this rank's answers. The group communicates on `device`. A RankError
+        says that a rank has failed.
         """
+        self.check_others()  # instead of waiting for the group's timeout
         mine = [self.size if reason is None else self.rank, int(kept)]
         first, whole = self.agree(mine, device, "readiness")
         return f"tensor-parallel rank {first} cannot" if first < self.size else None, bool(whole)

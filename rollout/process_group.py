@@ -30,6 +30,7 @@ PRIVATE = {
         "torch.distributed.distributed_c10d._world.pg_group_ranks",
         "torch.distributed.distributed_c10d._world.pg_backend_config",
         "torch._C._distributed_c10d.Backend.Options._timeout",
+        "torch.distributed.ProcessGroup._get_backend",
     ),
 }
 """What depends on private names of torch in this file; torch 2.11, 2.13 and 2.15 have them."""
@@ -130,6 +131,20 @@ def join_apart(
     _world.pg_group_ranks[group] = {rank: rank for rank in range(address.size)}
     _world.pg_backend_config[group] = BackendConfig(Backend(backends))  # type: ignore[assignment]
     return group
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | dist.ProcessGroupGloo:
+    """Return a gloo group of a group's ranks, which all call this: itself, or a new one for GPUs.
+
+    It has the timeout of the group.
+    """
+    if "gloo" in dist.get_backend_config(group):
+        return group
+    store, own = group.get_group_store(), group.rank()
+    number = store.add(f"memsaver/host/{own}", 1)  # a group may have several engines
+    timeout = group._get_backend(torch.device("cuda")).options._timeout
+    store = dist.PrefixStore(f"memsaver/host/{number}", store)
+    return dist.ProcessGroupGloo(store, own, group.size(), timeout)
 
 
 def leave(group: dist.ProcessGroup) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
+from rollout.decisions import Decisions
 from rollout.engine_base import SaverSide
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
 
@@ -16,9 +17,12 @@ from rollout.requests import Completion, Output, Progress, SamplingParams, for_e
 class SteppedEngine(SaverSide):
     """Engine whose caller runs the steps, and submits requests between them.
 
-    Ranks that share a model make the same calls in the same order.
+    Of ranks that share a model, the first decides: only there are requests submitted, aborted and
+    stepped. The others call `follow` beside each call of `step` or `generate`. All other methods
+    are called on every rank, between these calls.
     """
 
+    _decisions: Decisions
     _stepped_by = ""  # the call that steps the engine now
 
     @property
@@ -29,10 +33,6 @@ class SteppedEngine(SaverSide):
     @abstractmethod
     def unavailable_reason(self) -> str | None:
         """Return why a step would raise a StateError now; None if the engine is available."""
-
-    @abstractmethod
-    def _require_ready(self) -> None:
-        """Raise a StateError if the engine cannot generate; all ranks decide together."""
 
     @abstractmethod
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -47,8 +47,8 @@ class SteppedEngine(SaverSide):
         """End requests with their present answers, which the next step tells."""
 
     @abstractmethod
-    def _abandon(self, ids: Sequence[int], error: BaseException) -> None:
-        """End the requests of a call that failed, of which nothing is told."""
+    def _drop(self, ids: Sequence[int]) -> None:
+        """End requests of which nothing is told; the call that submitted them has failed."""
 
     @abstractmethod
     def _advance(self) -> list[Output]:
@@ -77,15 +77,21 @@ class SteppedEngine(SaverSide):
         Raises:
             ValueError: The prompt is invalid or can never fit. Nothing changed, as after any error.
             StateError: The engine cannot generate and `asleep` is "refuse", or a call of `generate`
-                steps the engine.
+                steps the engine, or this is not its first rank.
         """
         if asleep not in ("queue", "refuse"):
             raise ValueError(f"asleep={asleep!r} must be queue or refuse")
+        self._decisions.require_first("submit")
         self._require_own_steps("submit")
         self._check("the prompt", prompt, params)
         if asleep == "refuse" and (reason := self.unavailable_reason()):
             raise StateError(f"cannot submit: {reason}")
-        return self._enqueue(prompt, params, stream)
+        return self._submit(prompt, params, stream)
+
+    def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
+        id = self._enqueue(prompt, params, stream)
+        self._decisions.request(prompt, params, stream)
+        return id
 
     @held()
     def abort(self, id: int) -> None:
@@ -96,10 +102,13 @@ class SteppedEngine(SaverSide):
 
         Raises:
             ValueError: No request has this number, or its last output was returned.
+            StateError: This is not the engine's first rank.
         """
+        self._decisions.require_first("abort")
         if id not in self.unfinished:
             raise ValueError(f"request {id} is unknown or has ended; nothing was aborted")
         self._abort([id])
+        self._decisions.abort([id])
 
     @held()
     def step(self) -> list[Output]:
@@ -112,11 +121,67 @@ class SteppedEngine(SaverSide):
 
         Raises:
             StateError: Names why the engine cannot generate; the requests wait. Or a callback of a
-                step, or of `generate`, called this.
+                step, or of `generate`, called this, or this is not the engine's first rank.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
+        self._decisions.require_first("step")
         with self._stepping("step"):
+            self._decisions.step()
             return self._advance()
+
+    def leading(self) -> contextlib.AbstractContextManager[None]:
+        """Let the other ranks follow all steps of a block in one call of `follow`.
+
+        Returns:
+            The context of the block, on the first rank. With one rank, it does nothing.
+        """
+        return self._decisions.leading()
+
+    @held()
+    def follow(self) -> list[Output]:
+        """Run the steps of the first rank's next `step`, `generate` or block of `leading`.
+
+        Every other rank calls this once for each of these.
+
+        Returns:
+            The outputs of these steps, which are the first rank's.
+
+        Raises:
+            StateError: This is the first rank. Or names why this rank cannot generate; the first
+                rank raises a StateError, too.
+            RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
+        """
+        self._decisions.require_following()
+        return self._follow()[0]
+
+    def _follow(self) -> tuple[list[Output], bool]:
+        """Do what the first rank decides until its call ends.
+
+        Return the outputs, and whether the call failed.
+        """
+        outputs: list[Output] = []
+        refused: StateError | None = None
+        if not self._decisions.possible:
+            raise StateError(f"cannot generate: {self.unavailable_reason()}")
+        self._decisions.check_first()
+        with self._stepping("follow"):
+            while True:
+                decision = self._decisions.receive()
+                for request in decision.requests:
+                    self._enqueue(*request)
+                self._abort(decision.aborted)
+                self._drop(decision.dropped)
+                try:
+                    outputs += self._advance() if decision.step else ()
+                except StateError as error:
+                    if not self._decisions.possible:
+                        raise
+                    refused = error  # the first rank got one, too, and decides what follows
+                if not decision.more:
+                    break
+        if refused is not None:
+            raise refused
+        return outputs, decision.failed
 
     def generate(
         self,
@@ -127,7 +192,8 @@ class SteppedEngine(SaverSide):
         """Continue every prompt `params.n` times: submit all, and step until they have ended.
 
         After any error, no request of this call is left in the engine. Ctrl-C, or another signal
-        that Python handles, takes effect at the end of the present step.
+        that Python handles, takes effect at the end of the present step. On a rank that is not the
+        engine's first, this follows the first rank's call; its own arguments have no effect.
 
         Args:
             prompts: Token ids.
@@ -139,48 +205,60 @@ class SteppedEngine(SaverSide):
 
         Raises:
             StateError: Names why the engine is unavailable, or requests of `submit` are unfinished.
+                On another rank, the call of the first rank failed.
             ValueError: Names a prompt that is invalid or can never fit.
             FloatingPointError: A log-probability is not finite. Names the weights that are not, if
                 any. Later requests use no prefix that is cached now.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
+        if self._decisions.following:
+            return self._followed()
         if left := self.unfinished:
             raise StateError(
                 f"cannot generate: {len(left)} requests of submit are unfinished; step until they "
                 f"end, or abort them"
             )
-        with held(), self._stepping("generate"):
-            self._require_ready()
+        with held(), self._stepping("generate"), self.leading():
+            if reason := self.unavailable_reason():
+                raise StateError(f"cannot generate: {reason}")
             pairs = list(zip(prompts, for_each(prompts, params), strict=True))
             for number, (prompt, param) in enumerate(pairs):
                 self._check(f"prompt {number}", prompt, param)
-            parts: dict[int, list[list[Output]]] = {}  # outputs of each sample, by request
+            ids: list[int] = []
             try:
                 for prompt, param in pairs:
-                    id = self._enqueue(prompt, param, on_progress is not None)
-                    parts[id] = [[] for _ in range(param.n)]
-                self._step_until_ended(parts, on_progress)
-            except BaseException as error:
-                self._abandon(list(parts), error)
+                    ids.append(self._submit(prompt, param, on_progress is not None))
+                total = sum(param.n for _, param in pairs)
+                return joined(self._step_until_ended(total, on_progress))
+            except BaseException:
+                self._drop(ids)
+                self._decisions.drop(ids)
                 raise
-        return [list(map(Completion.joined, samples)) for samples in parts.values()]
 
-    def _step_until_ended(
-        self, parts: Mapping[int, Sequence[list[Output]]], on_progress: Progress | None
-    ) -> None:
-        """Run steps until all samples of the requests have ended; sort their outputs into them."""
-        total = sum(map(len, parts.values()))
+    @held()
+    def _followed(self) -> list[list[Completion]]:
+        """Return the answers of the first rank's call of `generate`."""
+        outputs, failed = self._follow()
+        if failed:
+            raise StateError("generate failed on the first rank of this engine; its error is there")
+        return joined(outputs)
+
+    def _step_until_ended(self, total: int, on_progress: Progress | None) -> list[Output]:
+        """Run steps until `total` samples have ended."""
+        outputs: list[Output] = []
         done = tokens = 0
         while done < total:
+            self._decisions.step()
             for output in self._advance():
                 if output.error is not None:
                     raise output.error
-                parts[output.id][output.sample].append(output)
+                outputs.append(output)
                 done += output.finish_reason is not None
                 tokens += len(output.token_ids)
             if on_progress is not None:
                 on_progress(done, total, tokens)
             deliver()
+        return outputs
 
     @contextlib.contextmanager
     def _stepping(self, call: str) -> Iterator[None]:
@@ -198,3 +276,14 @@ class SteppedEngine(SaverSide):
                 f"cannot call {call} from a callback of {self._stepped_by}, whose steps would "
                 f"answer it; call it when {self._stepped_by} has returned"
             )
+
+
+def joined(outputs: Iterable[Output]) -> list[list[Completion]]:
+    """Join outputs to samples, [request][sample], in the order of the requests' numbers."""
+    parts: dict[int, dict[int, list[Output]]] = {}
+    for output in outputs:
+        parts.setdefault(output.id, {}).setdefault(output.sample, []).append(output)
+    return [
+        [Completion.joined(samples[index]) for index in sorted(samples)]
+        for _, samples in sorted(parts.items())
+    ]

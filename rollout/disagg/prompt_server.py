@@ -224,7 +224,8 @@ class PromptServer(PromptSource):
         self._admit(known, sent)
         if self._outbox.holds_pages:
             engine.require_current()
-        for output in engine.step():
+        step = engine.follow if engine.runner.ranks.rank else engine.step
+        for output in step():
             self._outbox.parcels[output.id].add(output)
         self._outbox.send()
         return closed < len(self._peers)

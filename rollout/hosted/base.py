@@ -17,6 +17,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
+from rollout.decisions import Decisions
 from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
@@ -91,8 +92,8 @@ class HostedEngine(ABC):
 class HostedRollout(EngineBase):
     """A `Rollout` over a hosted engine, without `generate`.
 
-    It is not thread-safe: one call at a time. Ranks that share a model build it, sleep, wake up and
-    generate together.
+    It is not thread-safe: one call at a time. Ranks that share a model build it, sleep and wake up
+    together.
     """
 
     def __init__(self, engine: HostedEngine, path: str | Path) -> None:
@@ -103,6 +104,7 @@ class HostedRollout(EngineBase):
         self._hosted = engine
         group = engine.group
         self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)
+        self._decisions = Decisions(self._ranks)
         self.saver: MemorySaver = engine.saver
         self.store = self._laid_out(path)
         updatable = self.store.buffers.values()
@@ -229,7 +231,6 @@ class HostedRollout(EngineBase):
         reason = self.unavailable_reason()
         if self._ranks.failure is not None:
             return reason
-        self._ranks.check_others()  # instead of waiting for the group's timeout of half an hour
         kept = not self._lost(KV_CACHE)
         rank_reason, kept = self._ranks.agree_ready(reason, kept, torch.device("cpu"))
         if rank_reason is None and not kept:

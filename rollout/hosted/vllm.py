@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from hashlib import sha256
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
@@ -28,10 +27,9 @@ class VllmRollout(HostedRollout, SteppedEngine):
     """A `Rollout` over vLLM's engine in this process.
 
     Trainer and cycle use it like an `Engine`; `docs/how-to/vllm.md` lists its limits. It is not
-    thread-safe: one call at a time. Ranks that share an engine make the same calls in the same
-    order, and all receive the same answers. `generate` refuses parameters for which vLLM's
-    log-probs would differ from ours (beam search, top-k, top-p, temperatures between 0 and 0.01),
-    and different requests on ranks that share an engine.
+    thread-safe: one call at a time. Of ranks that share an engine, the first generates, and the
+    others `follow`. `generate` refuses parameters for which vLLM's log-probs would differ from ours
+    (beam search, top-k, top-p, temperatures between 0 and 0.01).
     """
 
     def __init__(self, engine: VllmEngine, path: str | Path, seed: int = 0) -> None:
@@ -49,7 +47,6 @@ class VllmRollout(HostedRollout, SteppedEngine):
         self._open: dict[int, set[int]] = {}  # samples that have not ended, by request
         self._aborted: list[Output] = []  # ends that are not told yet
         self._seeds = random.Random(seed)
-        self._new: list[str] = []  # descriptions of the requests that ranks have not compared
 
     @classmethod
     def from_pretrained(
@@ -131,10 +128,6 @@ class VllmRollout(HostedRollout, SteppedEngine):
         """Return the numbers of the requests whose last outputs `step` has not returned."""
         return list(self._open)
 
-    def _require_ready(self) -> None:
-        if reason := self.make_ready():
-            raise StateError(f"cannot generate: {reason}")
-
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         if not isinstance(prompt, Sized):
             raise not_token_ids(name)
@@ -144,8 +137,6 @@ class VllmRollout(HostedRollout, SteppedEngine):
         id, fields = next(self._ids), vllm_params(params, self._stops)
         self.engine.add(id, prompt, fields, stream)
         self._open[id] = set(range(params.n))
-        if self._ranks.size > 1:
-            self._new.append(repr((list(prompt), fields, stream)))
         return id
 
     def _abort(self, ids: Sequence[int]) -> None:
@@ -155,10 +146,7 @@ class VllmRollout(HostedRollout, SteppedEngine):
             ended = [Output(id, index, [], [], [], "abort") for index in self._open.pop(id, ())]
             self._aborted += ended
 
-    def _abandon(self, ids: Sequence[int], error: BaseException) -> None:
-        if not isinstance(error, ValueError):  # which refuses a request on all ranks
-            self._ranks.fail(error)
-        self._new.clear()
+    def _drop(self, ids: Sequence[int]) -> None:
         self.engine.abort(ids)
         for id in ids:
             self._open.pop(id, None)
@@ -167,10 +155,8 @@ class VllmRollout(HostedRollout, SteppedEngine):
         if self._aborted or not self._open:
             aborted, self._aborted = self._aborted, []
             return aborted
-        self._require_ready()
-        if self._new:
-            new, self._new = repr(self._new), []
-            self._ranks.check_same("the request", sha256(new.encode()).hexdigest())
+        if reason := self.make_ready():
+            raise StateError(f"cannot generate: {reason}")
         try:
             with self._in_step():
                 results = self.engine.step()

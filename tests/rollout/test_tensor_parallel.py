@@ -5,8 +5,11 @@ Models compute in fp32. Ranks divide experts by inner channels, by expert, and b
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollout import Completion, Engine, EngineConfig, KVTiers, SamplingParams
+from memsaver import StateError
+from rollout import Completion, Engine, EngineConfig, KVTiers, Output, SamplingParams
 from rollout.model import load_model_config
 from rollout.parallel import TensorParallel
+from rollout.serving.samples import Step
+from rollout.stepping import joined
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.peers import Failed, Peer
@@ -79,18 +85,28 @@ def config(path: str) -> dict[str, Any]:
     return CONFIG | {"return_routed_experts": load_model_config(path).has_experts}
 
 
-def answers(engine: Engine) -> list[Completion]:
-    """Generate greedy and sampled answers; a sleep preempts the greedy requests once."""
+def answers(engine: Engine, rank: int) -> list[Completion]:
+    """Return greedy answers, whose requests a sleep preempts, and sampled ones.
 
-    def nap(done: int, total: int, tokens: int) -> None:
-        if tokens >= 9 and not engine.scheduler.preemptions:
-            engine.sleep(unfinished="recompute", tags=["kv_cache"])
-            engine.wake_up()
-
-    calls = [engine.generate(PROMPTS, GREEDY, on_progress=nap), engine.generate(PROMPTS, SAMPLED)]
+    The other ranks have no part in requests and steps but to follow.
+    """
+    outputs = list[Output]()
+    if not rank:
+        for prompt in PROMPTS:
+            engine.submit(prompt, GREEDY, stream=False)
+    for _ in range(6):
+        outputs += engine.follow() if rank else engine.step()
+    engine.sleep(unfinished="recompute", tags=["kv_cache"])
+    engine.wake_up()
     assert engine.scheduler.preemptions
+    if rank:
+        outputs += engine.follow()
+    with contextlib.nullcontext() if rank else engine.leading():
+        while engine.unfinished:
+            outputs += engine.step()
+    sampled = engine.generate((), SAMPLED) if rank else engine.generate(PROMPTS, SAMPLED)
     engine.check_integrity()
-    return [sample for call in calls for request in call for sample in request]
+    return [sample for request in (*joined(outputs), *sampled) for sample in request]
 
 
 def groups(rank: int) -> dict[int, dist.ProcessGroup]:
@@ -111,7 +127,7 @@ def generate(rank: int, paths: list[str], divided: list[tuple[int, int]]) -> dic
         for path, parts in zip(paths, divided, strict=True):
             sizes = {"tensor_parallel_size": size, "expert_parallel": parts[SIZES.index(size)]}
             engine = Engine.from_pretrained(path, group=group, **sizes, **config(path))
-            by_size[size].append(answers(engine))
+            by_size[size].append(answers(engine, dist.get_rank(group)))
     return by_size
 
 
@@ -131,7 +147,7 @@ def test_answers_equal_those_of_single_rank_with_same_bits_on_all_ranks(
     paths: list[str], by_rank: list[dict[int, Any]], model: int, saved: Saved
 ) -> None:
     kind, overrides, _ = MODELS[model]
-    alone = answers(Engine.from_pretrained(paths[model], **config(paths[model])))
+    alone = answers(Engine.from_pretrained(paths[model], **config(paths[model])), 0)
     check(saved(kind, **overrides)[1], PROMPTS, [[sample] for sample in alone[: len(PROMPTS)]])
     for size in SIZES:
         for rank in range(4):
@@ -194,6 +210,57 @@ def test_exact_sum_of_four_ranks_adds_in_their_order(tmp_path: Path) -> None:
         assert torch.equal(plain, expected) and torch.equal(captured, expected)
 
 
+# ---------------------------------------------------------------- decisions
+
+
+def decide(rank: int, path: str) -> tuple[Any, ...]:
+    """Return answers to requests that come, leave and end between steps, and those of a call."""
+    group = dist.group.WORLD
+    engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
+    others: list[Callable[[], Any]] = [
+        lambda: engine.submit(PROMPTS[0], GREEDY), lambda: engine.abort(0), engine.step
+    ]  # fmt: skip
+    for call in others if rank else [engine.follow]:
+        with pytest.raises(StateError, match="the first rank"):
+            call()
+    why = "failed on the first rank" if rank else "cannot sleep while the other ranks follow"
+    with pytest.raises(StateError, match=why):
+        engine.generate(PROMPTS, GREEDY, on_progress=lambda *_: engine.sleep())
+    engine.check_integrity()
+    outputs = list[Output]()
+    if rank:
+        outputs += engine.follow()
+    else:
+        left = engine.submit(PROMPTS[0], GREEDY)
+        with engine.leading():
+            outputs += engine.step() + engine.step() + engine.step()
+            engine.submit(PROMPTS[2], SAMPLED)
+            engine.abort(left)
+            while engine.unfinished:
+                outputs += engine.step()
+        engine.submit(PROMPTS[3], GREEDY)  # the sleep ends it before the other rank knows of it
+    engine.sleep(unfinished="abort", tags=["kv_cache"])
+    engine.wake_up()
+    outputs += engine.follow() if rank else engine.step()
+    assert not engine.unfinished
+    return joined(outputs), engine.generate(PROMPTS, GREEDY)
+
+
+def test_first_rank_decides_and_other_ranks_follow(paths: list[str], tmp_path: Path) -> None:
+    first, second = results(start_ranks(decide, 2, tmp_path / "store", paths[0]))
+    assert first == second
+    (left,), (drawn, _), (ended,) = first[0]
+    assert (left.finish_reason, ended.finish_reason, ended.token_ids) == ("abort", "abort", [])
+    engine = Engine.from_pretrained(paths[0], **CONFIG)
+    engine.generate(PROMPTS, GREEDY)
+    greedy = engine.generate(PROMPTS, GREEDY)
+    assert left.token_ids == greedy[0][0].token_ids[: len(left.token_ids)] != []
+    assert drawn.token_ids == engine.generate([PROMPTS[2]], SAMPLED)[0][0].token_ids
+    assert [[s.token_ids for s in group] for group in first[1]] == [
+        [s.token_ids for s in group] for group in greedy
+    ]
+
+
 # ---------------------------------------------------------------- failures
 
 
@@ -203,14 +270,18 @@ def lose_one(rank: int, path: str, how: str) -> str:
     engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
     dist.barrier()
 
-    def on_progress(done: int, total: int, tokens: int) -> None:
-        if rank == 1 and how == "raise":
-            raise OSError("cosmic ray")
-        if rank == 1 and how == "die":
-            os._exit(1)
+    usual, steps = engine.runner.forward, count()
 
+    def forward(step: Step) -> Any:
+        if rank == 1 and next(steps):
+            if how == "die":
+                os._exit(1)
+            raise OSError("cosmic ray")
+        return usual(step)
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
     try:
-        engine.generate(random_prompts((5,)), GREEDY, on_progress=on_progress)
+        engine.generate(random_prompts((5,)), GREEDY)
     except (RuntimeError, OSError) as error:
         said = f"{type(error).__name__}: {error}"
     with pytest.raises(RuntimeError, match="cannot generate: tensor-parallel rank"):

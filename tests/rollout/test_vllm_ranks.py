@@ -137,9 +137,7 @@ def draw(rank: int, path: str) -> list[Any]:
     torch.manual_seed(rank)
     np.random.seed(rank)
     rollout.generate([[1, 2]], ONE_TOKEN)
-    with pytest.raises(ValueError, match=r"the request of .* ranks \[1\] differs from rank 0's"):
-        rollout.generate([[1, 2 + rank]], ONE_TOKEN)
-    rollout.generate([[1, 2]], ONE_TOKEN)
+    rollout.generate([[1, 2 + rank]], ONE_TOKEN)
     after = torch.rand(1).item(), int(np.random.randint(1 << 30))
     torch.manual_seed(rank)
     np.random.seed(rank)

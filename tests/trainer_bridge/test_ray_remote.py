@@ -38,6 +38,9 @@ def start(*ranks: int) -> list[RemoteActor]:
                 for prompt, sampling in zip(prompts, params, strict=True)
             ]
 
+        def follow(self) -> None:
+            return
+
         def fail(self, *errors: Exception | None) -> None:
             if (error := errors[self.rank]) is not None:
                 raise error

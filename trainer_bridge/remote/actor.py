@@ -318,22 +318,28 @@ class RemoteRollout(RemoteGroup):
         engines = self.serving()
         chosen = [prompts[n] for n in numbers], [sampling[n] for n in numbers]
         dispatched = dispatch_prompts(*chosen, len(engines))
-        args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
+        asked = dict[int, tuple[Any, ...]]()  # of the first ranks, by rank; the others follow
         for engine, places in zip(engines, dispatched, strict=True):
-            for rank in engine if places else ():
-                args[rank] = tuple(list(map(part.__getitem__, places)) for part in chosen)
+            if places:
+                asked[engine.start] = tuple([*map(part.__getitem__, places)] for part in chosen)
+
+        def start(engine: Sequence[int]) -> dict[int, Any]:
+            first, *others = engine
+            if first not in asked:
+                return {}
+            following = {rank: self.ranks[rank].start("follow") for rank in others}
+            return {first: self.ranks[first].start("generate", *asked[first]), **following}
 
         def again(rank: int, error: ActorDied) -> dict[int, Any]:
             """Replace a lost engine, and give the new one the prompts again if it has weights."""
             if self.replacer is None:
                 raise error
             engine, served = self.engine_of(error.actor) or (), self.replacer.replace(error)
-            return {
-                rank: self.ranks[rank].start("generate", *(args[rank] or ())) if served else None
-                for rank in engine
-            }
+            return start(engine) if served else dict.fromkeys(engine)
 
-        answers = self.call_each("generate", args, again)
+        started = {rank: answer for engine in engines for rank, answer in start(engine).items()}
+        references = [*map(started.get, range(len(self.ranks)))]
+        answers = self._gather("generate", references, again, called=len(asked))
         completions: dict[int, list[Completion]] = {}
         for engine, places in zip(engines, dispatched, strict=True):
             if answers[engine.start] is not None:

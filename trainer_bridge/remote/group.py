@@ -131,14 +131,22 @@ class RemoteGroup:
         return self._gather(method, started, on_death)
 
     def _gather(
-        self, method: str, references: Sequence[Any], on_death: OnDeath | None = None
+        self,
+        method: str,
+        references: Sequence[Any],
+        on_death: OnDeath | None = None,
+        called: int | None = None,
     ) -> list[Any]:
+        """Wait for the answers, by rank.
+
+        An error is raised unchanged if `called` ranks, by default all of them, raise it alike.
+        """
         import ray
 
         waiting = {
             reference: rank for rank, reference in enumerate(references) if reference is not None
         }
-        called = len(waiting)
+        called = len(waiting) if called is None else called
         answers: list[Any] = [None] * len(references)
         failed: list[tuple[int, Exception]] = []
         end = time.monotonic() + self.timeout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from rollout.disagg import (
     RemotePrompts,
     Transport,
 )
+from rollout.stepping import joined
 
 KEY = b"tests"
 MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -165,25 +166,14 @@ def generate(
         on_loss=split.on_loss,
         timeout=timeout,
     )
-    flights: list[int] = []
     error = None
     answers = []
-
-    def on_progress(done: int, total: int, tokens: int) -> None:
-        flights.append(len(prompts.inbox.transfers))
-        if split.nap and len(flights) == 1:
-            engine.sleep(unfinished="recompute", tags=["kv_cache"])
-            engine.wake_up()
-        if split.meddled and len(flights) == 1:
-            engine.saver.pause("kv_cache")
-            engine.saver.resume("kv_cache")
-
     try:
         for batch, params in split.calls:
-            if split.stepped:
-                answers.append(submitted_between_steps(engine, batch, params))
+            if split.nap or split.meddled or split.stepped:
+                answers.append(by_steps(engine, batch, params, split))
             else:
-                answers.append(engine.generate(batch, params, on_progress))
+                answers.append(engine.generate(batch, params))
             engine.check_integrity()
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -191,24 +181,34 @@ def generate(
     prompts.close()
     return {
         "answers": answers, "split": prompts.stats, "stats": asdict(engine.stats),
-        "in_flight": max(flights, default=0), "error": error, "reason": reason,
-        "outstanding": prompts.inbox.allocator.outstanding,
+        "error": error, "reason": reason, "outstanding": prompts.inbox.allocator.outstanding,
         "preemptions": engine.scheduler.preemptions,
     }  # fmt: skip
 
 
-def submitted_between_steps(
-    engine: Engine, prompts: list[list[int]], params: Any
+def by_steps(
+    engine: Engine, prompts: list[list[int]], params: Any, split: Split
 ) -> list[list[Completion]]:
-    """Submit a prompt before each step, and return the answers as `generate` does."""
-    parts: dict[int, list[list[Output]]] = {}
-    waiting = iter(prompts)
-    while len(parts) < len(prompts) or engine.unfinished:
-        for prompt in itertools.islice(waiting, 1):
-            parts[engine.submit(prompt, params)] = [[] for _ in range(params.n)]
-        for output in engine.step():
-            parts[output.id][output.sample].append(output)
-    return [list(map(Completion.joined, samples)) for samples in parts.values()]
+    """Submit a prompt before each step, or all at once and disturb the engine after a step."""
+    outputs, waiting, rank = list[Output](), deque(prompts), engine.runner.ranks.rank
+    if not split.stepped:
+        while waiting and not rank:
+            engine.submit(waiting.popleft(), params)
+        outputs += engine.follow() if rank else engine.step()
+    if split.nap:
+        engine.sleep(unfinished="recompute", tags=["kv_cache"])
+        engine.wake_up()
+    if split.meddled:
+        engine.saver.pause("kv_cache")
+        engine.saver.resume("kv_cache")
+    if rank:
+        return joined([*outputs, *engine.follow()])
+    with engine.leading():
+        while waiting or engine.unfinished:
+            if waiting:
+                engine.submit(waiting.popleft(), params)
+            outputs += engine.step()
+    return joined(outputs)
 
 
 def tokens(answers: list[list[list[Completion]]]) -> list[Any]:

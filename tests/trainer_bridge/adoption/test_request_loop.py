@@ -14,7 +14,7 @@ from rollout import Completion, Engine, EngineConfig, SamplingParams, pool_size
 from rollout.model import load_model_config
 from rollout.pool_size import PoolSizeError
 from tests.helpers.models import save_tiny
-from trainer_bridge.adoption.verl.engine_rank import EngineRank, in_verls_words
+from trainer_bridge.adoption.verl.engine_rank import Ended, EngineRank, in_verls_words
 from trainer_bridge.adoption.verl.request_loop import RequestLoop
 
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -27,18 +27,28 @@ def engine(tmp_path: Path) -> Engine:
     return Engine.from_pretrained(tmp_path, kv_tokens=1024)
 
 
+class OneRank(EngineRank):
+    """The only rank of an engine, in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        unused: Any = None
+        super().__init__(unused, 0)
+        self.held = engine
+        self.called: list[str] = []
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        self.called.append(method)
+        return [super().call(method, *args, **kwargs)]
+
+    def advance(self, *args: Any, **kwargs: Any) -> Ended:
+        self.called.append("advance")
+        return super().advance(*args, **kwargs)
+
+
 def loop_over(engine: Engine) -> tuple[RequestLoop, list[str]]:
     """Return a loop, and the list of the methods that it calls."""
-    called: list[str] = []
-    unused: Any = None
-    rank = EngineRank(unused, 0)
-    rank.held = engine
-
-    def call(method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        called.append(method)
-        return [rank.call(method, *args, **kwargs)]
-
-    return RequestLoop(call), called
+    rank = OneRank(engine)
+    return RequestLoop(rank), rank.called
 
 
 def test_short_requests_overtake_a_long_one(engine: Engine) -> None:

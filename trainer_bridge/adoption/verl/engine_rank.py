@@ -107,8 +107,16 @@ class EngineRank(UpdateSide):
         """Submit and cancel requests, then run at most `steps` steps until a request ends.
 
         A cancelled request ends with its present answer; an unknown key is ignored. After an error
-        of the engine, no request is left.
+        of the engine, no request is left. The other ranks follow.
         """
+        with self.held.leading():
+            return self._lead(arrivals, cancelled, steps)
+
+    def follow(self) -> None:
+        """Follow a call of `advance` on the first rank."""
+        self.held.follow()
+
+    def _lead(self, arrivals: Sequence[Arrival], cancelled: Collection[str], steps: int) -> Ended:
         ended: Ended = {}
         for arrival in arrivals:
             try:
@@ -155,7 +163,7 @@ def in_verls_words(error: PoolSizeError) -> ValueError:
 
 
 class EngineRanks:
-    """The processes of an engine, which make the same calls in the same order.
+    """The processes of an engine, of which the first runs its steps and the others follow.
 
     It is not thread-safe: one call at a time.
     """
@@ -200,9 +208,17 @@ class EngineRanks:
         Raises:
             StateError: A rank has ended. The others are ended, too, because they would wait for it.
         """
+        return self._sent([(method, args, kwargs)] * len(self._channels))
+
+    def advance(self, *args: Any, **kwargs: Any) -> Ended:
+        """Call `EngineRank.advance` of the first rank, which the other ranks follow."""
+        others: list[Any] = [("follow", (), {})] * (len(self._channels) - 1)
+        return self._sent([("advance", args, kwargs), *others])[0]
+
+    def _sent(self, calls: Sequence[tuple[str, Any, Any]]) -> list[Any]:
         try:
-            for calls in self._channels:
-                channel.send_call(calls, (method, args, kwargs))
+            for rank, call in zip(self._channels, calls, strict=True):
+                channel.send_call(rank, call)
         except OSError as error:
             raise self._ended() from error
         return self._answers(self._channels)

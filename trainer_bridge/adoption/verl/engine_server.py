@@ -65,7 +65,7 @@ class EngineServer(UpdatedServer):
         job = ray.get_runtime_context().get_job_id()
         settings = rank_settings(self._config, path, self._replica, self._devices, job)
         self._ranks = await asyncio.to_thread(EngineRanks, settings)
-        self._requests = RequestLoop(self._ranks.call)
+        self._requests = RequestLoop(self._ranks)
 
     # ---------------------------------------------------------------- requests
 

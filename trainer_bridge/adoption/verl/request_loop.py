@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from rollout import Completion, SamplingParams
-from trainer_bridge.adoption.verl.engine_rank import Arrival
+from trainer_bridge.adoption.verl.engine_rank import Arrival, Ended
 
 STEPS = 4  # of the engine between two looks at new requests
+
+
+class Ranks(Protocol):
+    """The ranks of an engine; see `EngineRanks`."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of all ranks, and return the results by rank."""
+
+    def advance(
+        self, arrivals: Sequence[Arrival], *, cancelled: Collection[str], steps: int
+    ) -> Ended:
+        """Submit and cancel requests, and run steps."""
 
 
 class RequestLoop:
@@ -22,11 +34,11 @@ class RequestLoop:
     order, between two runs of steps.
 
     Args:
-        call: Call of the engine's ranks: method and arguments to the results by rank.
+        ranks: The ranks of the engine.
     """
 
-    def __init__(self, call: Callable[..., list[Any]]) -> None:
-        self._call = call
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         # The only thread that calls the engine, which takes one call at a time. All attributes
         # below belong to the event loop, so they need no lock.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -41,10 +53,10 @@ class RequestLoop:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of the engine between two of its steps; return the results by rank."""
-        running = asyncio.get_running_loop()
-        return await running.run_in_executor(
-            self._thread, partial(self._call, method, *args, **kwargs)
-        )
+        return await self._in_thread(partial(self._ranks.call, method, *args, **kwargs))
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def answer(self, name: str, prompt: list[int], params: SamplingParams) -> Completion:
         """Return the first sample of a request, once it has ended.
@@ -93,7 +105,8 @@ class RequestLoop:
             arrivals, self._arrivals = self._arrivals, []
             cancelled, self._cancelled = self._cancelled, []
             try:
-                ended = (await self.call("advance", arrivals, cancelled=cancelled, steps=STEPS))[0]
+                burst = partial(self._ranks.advance, arrivals, cancelled=cancelled, steps=STEPS)
+                ended = await self._in_thread(burst)
             except Exception as error:
                 # Requests that arrived during the call are open, so they fail, too.
                 self._arrivals.clear()
