@@ -384,8 +384,12 @@ def conditions() -> str:
     versions = [
         f"{name} {installed.get(name, 'absent')}" for name in ("triton", "transformers", "ray")
     ]
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{time.strftime('%Y-%m-%d')}; {name}, torch {torch.__version__}, {', '.join(versions)}"
+    today = time.strftime("%Y-%m-%d")
+    return f"{today}; {device_name()}, torch {torch.__version__}, {', '.join(versions)}"
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def _cell(value: object) -> str:

@@ -1,9 +1,9 @@
 """The speed gate: run the six benchmarks and compare their ratios with the accepted ones.
 
 `make bench-gate`. A ratio is our time over the time of a rival or a floor in the same run, so that
-machines may differ; lower is better. `gate.json` has the accepted value of each ratio and its
-noise, the relative spread of repeated runs. `--accept` writes the measured values there and keeps
-the noise.
+machines with the same GPU may differ; lower is better. `gate.json` has, by GPU, the accepted value
+of each ratio and its noise, the relative spread of repeated runs. `--accept` writes the measured
+values there and keeps the noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import parser, report
+from benchmarks.common import device_name, parser, report
 
 STORED = Path(__file__).with_name("gate.json")
 NOISE = 0.1
@@ -187,7 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--accept", action="store_true", help="store the measured ratios")
     options.add_argument("--stored", type=Path, default=STORED, help="the accepted ratios")
     args = options.parse_args(arguments)
-    stored = json.loads(args.stored.read_text()) if args.stored.exists() else {}
+    by_gpu = json.loads(args.stored.read_text()) if args.stored.exists() else {}
+    stored = by_gpu.get(device_name(), {})
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--tiny"] if args.tiny else []
         measured = measure(args.cases, args.out or Path(folder), *flags)
@@ -200,7 +201,12 @@ def main(arguments: list[str] | None = None) -> None:
             for name, value in measured.items()
             if value is not None
         }
-        args.stored.write_text(json.dumps({**stored, **accepted}, indent=1) + "\n")
+        by_gpu[device_name()] = {**stored, **accepted}
+        args.stored.write_text(json.dumps(by_gpu, indent=1) + "\n")
+    elif not stored:
+        raise SystemExit(
+            f"no ratio is accepted for {device_name()}; --accept stores those measured"
+        )
     elif slower:
         raise SystemExit(f"slower than accepted, beyond noise: {'; '.join(slower)}")
 

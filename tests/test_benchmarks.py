@@ -176,13 +176,20 @@ def test_gate_names_ratios_that_are_slower_beyond_their_noise() -> None:
 
 
 def test_gate_reads_its_ratios_from_saved_results(tmp_path: Path, device: str) -> None:
-    """Store ratios of quick scripts at tiny sizes; fail against ratios close to 0."""
+    """Store ratios of quick scripts at tiny sizes; fail without any, and with ratios close to 0."""
     stored, quick = tmp_path / "gate.json", ["bench_memory", "bench_generate"]
     words = ["--tiny", "--stored", str(stored), "--cases", *quick]
+    other = {"another GPU": {"kept": {"ratio": 1.0, "noise": 0.1}}}
+    stored.write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="no ratio is accepted for "):
+        gate.main(words[:-1])
     gate.main([*words, "--accept"])
     accepted = json.loads(stored.read_text())
-    assert accepted.keys() == {ratio.name for ratio in gate.RATIOS if ratio.script in quick}
-    stored.write_text(json.dumps({name: {"ratio": 1e-9, "noise": 0.0} for name in accepted}))
+    assert accepted == {**other, common.device_name(): accepted[common.device_name()]}
+    names = {ratio.name for ratio in gate.RATIOS if ratio.script in quick}
+    assert accepted[common.device_name()].keys() == names
+    low = {name: {"ratio": 1e-9, "noise": 0.0} for name in names}
+    stored.write_text(json.dumps({common.device_name(): low}))
     with pytest.raises(SystemExit, match="slower than accepted, beyond noise: "):
         gate.main(words[:-1])
 
@@ -202,5 +209,6 @@ def test_gate_reads_only_the_named_figure() -> None:
 
 def test_gate_measures_every_accepted_ratio() -> None:
     stored = json.loads(gate.STORED.read_text())
-    assert stored.keys() <= {ratio.name for ratio in gate.RATIOS}
+    known = {ratio.name for ratio in gate.RATIOS}
+    assert all(accepted.keys() <= known for accepted in stored.values())
     assert {ratio.script for ratio in gate.RATIOS} == gate.ARGUMENTS.keys()

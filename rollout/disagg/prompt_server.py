@@ -17,7 +17,6 @@ from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
 from rollout.errors import PeerLostError
-from rollout.requests import Output
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.prompt_source import PromptSource
 from rollout.serving.samples import Sample
@@ -36,24 +35,20 @@ class Parcel:
     pages: int
     rows: int
     handle: ReqHandle | None = None  # of the pages, once they are computed
-    first: First | None = None  # first tokens of the samples, once they are computed
     refusal: str | None = None  # reason for not computing the prompt
+    samples: list[Sample] = field(default_factory=list)  # which end with their first tokens
     nth: Counter[int] = field(default_factory=Counter)  # ranges sent (1 for a refusal), by peer
-    outputs: list[Output] = field(default_factory=list)  # of its samples
 
-    def add(self, output: Output) -> None:
-        """Add the output of a sample, which has the first token or the error of the prompt."""
-        self.outputs.append(output)
-        if output.error is not None:
-            error = f"{type(output.error).__name__}: {output.error}"
-            self.refusal = f"the prefill engine failed to compute the prompt: {error}"
-        elif len(self.outputs) == len(self.asks[0].indices) and self.refusal is None:
-            samples = sorted(self.outputs, key=lambda sample: sample.sample)
-            self.first = First(
-                tokens=tuple(sample.token_ids[0] for sample in samples),
-                logprobs=tuple(sample.logprobs[0] for sample in samples),
-                version=output.weight_versions[0],
-            )
+    @property
+    def first(self) -> First | None:
+        """Return the first tokens of the samples; None until all are computed."""
+        if not all(sample.output for sample in self.samples):
+            return None
+        return First(
+            tokens=tuple(sample.output[0] for sample in self.samples),
+            logprobs=tuple(sample.logprobs[0] for sample in self.samples),
+            version=self.samples[0].versions[0],
+        )
 
 
 class Outbox:
@@ -122,7 +117,8 @@ class Outbox:
                 self._peers.send(peer, Refused(number=ask.number, reason=parcel.refusal))
             parcel.nth[peer] = 1
             return True
-        if parcel.first is None:
+        first = parcel.first
+        if first is None:
             return False
         part = self._slices.get(peer)
         while part is not None and parcel.nth[peer] < len(ask.ranges):
@@ -130,7 +126,7 @@ class Outbox:
             if not may_fill(at.round, at.end, self.watermarks[peer]):
                 return False
             self._put(peer, part, parcel, at)
-            filled = Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first)
+            filled = Filled(number=ask.number, nth=parcel.nth[peer], first=first)
             self._peers.send(peer, filled)
             parcel.nth[peer] += 1
         return True
@@ -226,7 +222,9 @@ class PromptServer(PromptSource):
             engine.require_current()
         step = engine.follow if engine.runner.ranks.rank else engine.step
         for output in step():
-            self._outbox.parcels[output.id].add(output)
+            if output.error is not None:
+                error = f"{type(output.error).__name__}: {output.error}"
+                self._outbox.parcels[output.id].refusal = f"the prefill engine failed: {error}"
         self._outbox.send()
         return closed < len(self._peers)
 
@@ -262,7 +260,7 @@ class PromptServer(PromptSource):
                 return
             parcels.append(parcel)
             if parcel.refusal is None:
-                self._queue(asks[0])
+                self._queue(parcel)
 
     def _refusal(self, parcel: Parcel) -> str | None:
         engine, length = self._engine, len(parcel.asks[0].prompt)
@@ -274,10 +272,10 @@ class PromptServer(PromptSource):
             return f"the prefill engine needs {parcel.rows} rows for {samples} samples; {rule}"
         return None
 
-    def _queue(self, ask: Ask) -> None:
-        """Queue the samples of a prompt, which end with their first tokens."""
+    def _queue(self, parcel: Parcel) -> None:
+        ask = parcel.asks[0]
         params = replace(ask.params, max_tokens=1, forced=ask.params.forced[:1])
-        samples = [
+        parcel.samples = [
             Sample(
                 request=ask.number,
                 index=i,
@@ -288,9 +286,9 @@ class PromptServer(PromptSource):
             )
             for i in ask.indices
         ]
-        leader, *leader.siblings = samples
+        leader, *leader.siblings = parcel.samples
         self._engine.scheduler.waiting.append(leader)
-        self._engine.requests.follow(samples)
+        self._engine.requests.follow(parcel.samples)
 
     # ---------------------------------------------------------------- the engine's steps
 

@@ -20,8 +20,7 @@ from rollout.serving.samples import Step
 from tests.helpers.case_selection import rounds
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import random_prompts
-from tests.helpers.rollout.updates import tiny, update
-from tests.rollout.test_update_states import checkpoint
+from tests.helpers.rollout.updates import checkpoint, tiny, update
 
 LENGTH = 6
 BEGINNING = tuple(random_prompts((17,))[0])

@@ -4,10 +4,8 @@ The engine answers as the model predicts, or refuses with a reason.
 """
 
 import copy
-import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,7 +18,7 @@ from rollout.tag_names import WEIGHTS
 from rollout.weights import WeightOffer, WriteReceipt
 from tests.helpers.case_selection import rounds
 from tests.helpers.models import greedy
-from tests.helpers.rollout.updates import Owner, addresses, shadow_bytes, tiny, write
+from tests.helpers.rollout.updates import Owner, addresses, checkpoint, shadow_bytes, tiny, write
 
 PROMPT = [5, 3, 8, 1] * 5  # longer than a page, so that the prefix cache is used
 NAMES = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
@@ -42,13 +40,6 @@ def expected(content: Content) -> list[int]:
     for name in NAMES:
         model.get_parameter(name).data.copy_(tiny(content.named).get_parameter(name))
     return greedy(model, PROMPT, 3)
-
-
-@lru_cache
-def checkpoint() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="memsaver-test-"))
-    tiny(0).save_pretrained(str(path))
-    return path
 
 
 @dataclass(frozen=True)

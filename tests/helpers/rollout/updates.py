@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ PROMPTS = random_prompts((3, 50, 20))
 @lru_cache(maxsize=16)
 def tiny(seed: int) -> PreTrainedModel:
     return build_tiny("qwen3", seed, **TINY)
+
+
+@lru_cache
+def checkpoint() -> Path:
+    """Return a folder with model 0."""
+    path = Path(mkdtemp(prefix="memsaver-test-"))
+    tiny(0).save_pretrained(str(path))
+    return path
 
 
 @lru_cache

@@ -333,7 +333,7 @@ def test_refusals_are_sent_in_order_of_requests(
     server.serve()
     timer.join()
     assert [type(message) for message in heard] == [Hello, Filled, Refused, Refused, Filled]
-    assert "failed to compute the prompt: ValueError: bad prompt" in heard[3].reason
+    assert "prefill engine failed: ValueError: bad prompt" in heard[3].reason
     engine.check_integrity()
 
 
