@@ -19,7 +19,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
-from rollout.decisions import Decisions
+from rollout.step_decisions import StepDecisions
 from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
@@ -151,7 +151,7 @@ class Engine(EngineBase, SteppedEngine):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self.prompts = PromptSource()
-        self._decisions = Decisions(self._ranks)
+        self._decisions = StepDecisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume

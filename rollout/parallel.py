@@ -1,7 +1,7 @@
 """Tensor parallelism: the collectives of an engine whose ranks all run the same requests.
 
 Every rank has its own heads, MLP columns and vocabulary rows (`rollout.weights.params`). The first
-rank tells the others of requests and steps (`rollout.decisions`); all schedule and sample
+rank tells the others of requests and steps (`rollout.step_decisions`); all schedule and sample
 identically. A wait for a rank that failed ends with the group's timeout.
 """
 

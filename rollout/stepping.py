@@ -9,7 +9,7 @@ from typing import Literal
 
 from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
-from rollout.decisions import Decisions
+from rollout.step_decisions import StepDecisions
 from rollout.engine_base import SaverSide
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
 
@@ -22,7 +22,7 @@ class SteppedEngine(SaverSide):
     are called on every rank, between these calls.
     """
 
-    _decisions: Decisions
+    _decisions: StepDecisions
     _stepped_by = ""  # the call that steps the engine now
 
     @property
@@ -280,10 +280,10 @@ class SteppedEngine(SaverSide):
 
 def joined(outputs: Iterable[Output]) -> list[list[Completion]]:
     """Join outputs to samples, [request][sample], in the order of the requests' numbers."""
-    parts: dict[int, dict[int, list[Output]]] = {}
+    by_sample: dict[tuple[int, int], list[Output]] = {}
     for output in outputs:
-        parts.setdefault(output.id, {}).setdefault(output.sample, []).append(output)
-    return [
-        [Completion.joined(samples[index]) for index in sorted(samples)]
-        for _, samples in sorted(parts.items())
-    ]
+        by_sample.setdefault((output.id, output.sample), []).append(output)
+    requests: dict[int, list[Completion]] = {}
+    for (id, _), parts in sorted(by_sample.items(), key=lambda pair: pair[0]):
+        requests.setdefault(id, []).append(Completion.joined(parts))
+    return list(requests.values())

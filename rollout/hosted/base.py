@@ -17,7 +17,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
-from rollout.decisions import Decisions
+from rollout.step_decisions import StepDecisions
 from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
@@ -104,7 +104,7 @@ class HostedRollout(EngineBase):
         self._hosted = engine
         group = engine.group
         self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)
-        self._decisions = Decisions(self._ranks)
+        self._decisions = StepDecisions(self._ranks)
         self.saver: MemorySaver = engine.saver
         self.store = self._laid_out(path)
         updatable = self.store.buffers.values()

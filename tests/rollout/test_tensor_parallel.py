@@ -256,9 +256,8 @@ def test_first_rank_decides_and_other_ranks_follow(paths: list[str], tmp_path: P
     greedy = engine.generate(PROMPTS, GREEDY)
     assert left.token_ids == greedy[0][0].token_ids[: len(left.token_ids)] != []
     assert drawn.token_ids == engine.generate([PROMPTS[2]], SAMPLED)[0][0].token_ids
-    assert [[s.token_ids for s in group] for group in first[1]] == [
-        [s.token_ids for s in group] for group in greedy
-    ]
+    for (mine,), (its,) in zip(first[1], greedy, strict=True):
+        assert mine.token_ids == its.token_ids
 
 
 # ---------------------------------------------------------------- failures

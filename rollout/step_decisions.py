@@ -14,7 +14,7 @@ from rollout.parallel import TensorParallel
 from rollout.requests import SamplingParams
 
 
-class Decision(NamedTuple):
+class StepDecision(NamedTuple):
     """News since the last decision, and whether they are followed by a step, and by another one.
 
     Attributes:
@@ -37,7 +37,7 @@ class Decision(NamedTuple):
 _NEWS = Plain(SamplingParams)
 
 
-class Decisions:
+class StepDecisions:
     """Collects what the first rank decides between steps, and sends it before the next step.
 
     Without other ranks, nothing is collected.
@@ -122,8 +122,8 @@ class Decisions:
         self._requests, self._aborted, self._dropped = [], [], []
         self._ranks.tell(_NEWS.text([*news]) if any(news) else "", [step, more, failed])
 
-    def receive(self) -> Decision:
+    def receive(self) -> StepDecision:
         """Wait for the first rank's next decision."""
         text, flags = self._ranks.hear(3)
         requests, aborted, dropped = _NEWS.value(text) if text else ((), (), ())
-        return Decision(requests, aborted, dropped, *map(bool, flags))
+        return StepDecision(requests, aborted, dropped, *map(bool, flags))
