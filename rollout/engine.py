@@ -19,7 +19,6 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
-from rollout.step_decisions import StepDecisions
 from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
@@ -36,6 +35,7 @@ from rollout.serving.prompt_source import PromptSource
 from rollout.serving.runner import DecodeGraphs, ModelRunner, StepRouting, ladder
 from rollout.serving.samples import EngineStats, Sample, Step, names_of
 from rollout.serving.scheduler import Scheduler
+from rollout.step_decisions import StepDecisions
 from rollout.stepping import SteppedEngine
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer

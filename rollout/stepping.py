@@ -9,9 +9,9 @@ from typing import Literal
 
 from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
-from rollout.step_decisions import StepDecisions
 from rollout.engine_base import SaverSide
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
+from rollout.step_decisions import StepDecisions
 
 
 class SteppedEngine(SaverSide):

@@ -337,7 +337,9 @@ class RemoteRollout(RemoteGroup):
             engine, served = self.engine_of(error.actor) or (), self.replacer.replace(error)
             return start(engine) if served else dict.fromkeys(engine)
 
-        started = {rank: answer for engine in engines for rank, answer in start(engine).items()}
+        started = dict[int, Any]()
+        for engine in engines:
+            started |= start(engine)
         references = [*map(started.get, range(len(self.ranks)))]
         answers = self._gather("generate", references, again, called=len(asked))
         completions: dict[int, list[Completion]] = {}
