@@ -208,6 +208,8 @@ def submitted_between_steps(
             parts[engine.submit(prompt, params)] = [[] for _ in range(params.n)]
         for output in engine.step():
             parts[output.id][output.sample].append(output)
+        running = engine.scheduler.running
+        assert not any(sample.remote and sample.output for sample in running), "prompts are here"
     return [list(map(Completion.joined, samples)) for samples in parts.values()]
 
 
