@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -133,7 +134,7 @@ def join_apart(
     return group
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | dist.ProcessGroupGloo:
+def host_group(group: dist.ProcessGroup) -> Any:
     """Return a gloo group of a group's ranks, which all call this: itself, or a new one for GPUs.
 
     It has the timeout of the group.

@@ -237,6 +237,7 @@ class Scheduler:
         child.handle = self.blocks.fork(_handle(parent))
         assert child.handle is not None, "rows were kept free at admission"
         child.computed = child.prefill_len = parent.prefill_len
+        child.remote = False
         child.routing = parent.routing.copy()
         self.running.insert(self.running.index(parent) + 1, child)
 
