@@ -189,7 +189,6 @@ def generate(
 def by_steps(
     engine: Engine, prompts: list[list[int]], params: Any, split: Split
 ) -> list[list[Completion]]:
-<<<<<<< HEAD
     """Submit a prompt before each step, or all at once and disturb the engine after a step."""
     outputs, waiting, rank = list[Output](), deque(prompts), engine.runner.ranks.rank
     if not split.stepped:
@@ -209,20 +208,9 @@ def by_steps(
             if waiting:
                 engine.submit(waiting.popleft(), params)
             outputs += engine.step()
+            running = engine.scheduler.running
+            assert not any(s.remote and s.output for s in running), "their prompts are here"
     return joined(outputs)
-=======
-    """Submit a prompt before each step, and return the answers as `generate` does."""
-    parts: dict[int, list[list[Output]]] = {}
-    waiting = iter(prompts)
-    while len(parts) < len(prompts) or engine.unfinished:
-        for prompt in itertools.islice(waiting, 1):
-            parts[engine.submit(prompt, params)] = [[] for _ in range(params.n)]
-        for output in engine.step():
-            parts[output.id][output.sample].append(output)
-        running = engine.scheduler.running
-        assert not any(sample.remote and sample.output for sample in running), "prompts are here"
-    return [list(map(Completion.joined, samples)) for samples in parts.values()]
->>>>>>> e2
 
 
 def tokens(answers: list[list[list[Completion]]]) -> list[Any]:
