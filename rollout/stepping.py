@@ -213,12 +213,12 @@ class SteppedEngine(SaverSide):
         """
         if self._decisions.following:
             return self._followed()
-        if left := self.unfinished:
-            raise StateError(
-                f"cannot generate: {len(left)} requests of submit are unfinished; step until they "
-                f"end, or abort them"
-            )
-        with held(), self._stepping("generate"), self.leading():
+        with held(), self.leading(), self._stepping("generate"):
+            if left := self.unfinished:
+                raise StateError(
+                    f"cannot generate: {len(left)} requests of submit are unfinished; step until "
+                    f"they end, or abort them"
+                )
             if reason := self.unavailable_reason():
                 raise StateError(f"cannot generate: {reason}")
             pairs = list(zip(prompts, for_each(prompts, params), strict=True))
