@@ -1,6 +1,6 @@
 """Block tables: sequences as lists of pages, with sharing, forks and copy-on-write."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,7 +191,7 @@ class BlockManager:
         self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
-    def slide(self, handles: Sequence[ReqHandle]) -> None:
+    def slide(self, handles: Iterable[ReqHandle]) -> None:
         """Free pages that have left the window of each sequence; do nothing without a window.
 
         Args:
@@ -202,7 +202,7 @@ class BlockManager:
         """
         window = self._shares.window
         if window is not None:
-            rows = self.req_to_token.rows(handles)
+            rows = self.req_to_token.rows(list(handles))
             behind = pages_behind(self._lens[rows], window, self.page_size)
             self._shares.leave(rows, behind, self._pages)
 

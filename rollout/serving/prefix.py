@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class PrefixBlocks:
         """
         return length
 
-    def slide(self, handles: Sequence[ReqHandle]) -> None:
+    def slide(self, handles: Iterable[ReqHandle]) -> None:
         self.blocks.slide(handles)
 
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:

@@ -109,7 +109,7 @@ class Sample:
         """Return the tokens since the last call, and at the end why it ended."""
         first, self.told = self.told, len(self.output)
         ended = self.finish_reason is not None
-        whole = self.routing.end == self.length - 1  # false if the prefill was aborted
+        whole = ended and self.routing.end == self.length - 1  # false if the prefill was aborted
         return Output(
             self.request,
             self.index,
@@ -119,7 +119,7 @@ class Sample:
             self.finish_reason,
             error,
             self.score,
-            self.routing.joined() if ended and whole else None,
+            self.routing.joined() if whole else None,
         )
 
 

@@ -128,7 +128,7 @@ class Scheduler:
         """
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
-            lengths = self._next_chunks()
+            lengths = self._next_chunks() if len(decode) < len(self.running) else {}
             ends = [sample.length for sample in decode]
             ends += [sample.computed + n for sample, n in lengths.items()]
             slots = self.blocks.extend([_handle(sample) for sample in (*decode, *lengths)], ends)
@@ -219,7 +219,7 @@ class Scheduler:
                 self.blocks.keep(_handle(sample), sample.tokens(0, end))
         self.stats.computed_tokens += step.tokens
         computed = [*step.decode, *(chunk.sample for chunk in step.chunks)]
-        self.blocks.slide([_handle(sample) for sample in computed])
+        self.blocks.slide(map(_handle, computed))
 
     def arrived(self, sample: Sample) -> None:
         """Record that the keys and values of a remote prompt are in the cache."""
