@@ -15,7 +15,7 @@ from rollout.disagg import MappedTransport, PromptServer, RemotePrompts
 from rollout.observed import Listener, observed
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import Peer
-from tests.helpers.rollout.split import submitted_between_steps
+from tests.helpers.rollout.split import Split, by_steps
 
 PROMPT = [17, 3, 190, 44, 8]
 HEAT = 0.7
@@ -89,7 +89,8 @@ def test_split_engine_that_serves_is_traced_with_the_bits_of_one_engine(tmp_path
     assert score(engine, answer.token_ids, 1.0, partial(add, rows)) == scores
     assert remote.stats.arrived == 1
     known = SamplingParams(max_tokens=9, forced=answer.token_ids)
-    for (again,) in submitted_between_steps(engine, [PROMPT, PROMPT[1:], PROMPT], known):
+    stepped = Split(path=path, calls=[], stepped=True)
+    for (again,) in by_steps(engine, [PROMPT, PROMPT[1:], PROMPT], known, stepped):
         assert again.token_ids == answer.token_ids
     remote.close()
     served = sender.hear()
