@@ -361,7 +361,8 @@ def test_answers_equal_transformers_when_few_states_are_reused(
 def test_requests_continue_correctly_after_failed_steps(
     make: Make, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    # a step fails between two linear layers, after it has changed the states of the first
+    # A step fails between two linear layers, after it has changed the states of the first. It begins
+    # a prompt, so no graph replays it.
     engine, model = make("states", device=device, max_prefill_tokens=16)
     prompts, due = random_prompts((3, 50, 20)), [4, 5, 12]
 
@@ -373,6 +374,8 @@ def test_requests_continue_correctly_after_failed_steps(
     while engine.unfinished:
         if due and generated >= due[0]:
             due.pop(0)
+            prompts.append([1, 2, 3])
+            ids.append(engine.submit(prompts[-1], GREEDY))
             with monkeypatch.context() as patch:
                 first, _, last = engine.runner.decoder.mixers
                 patch.setattr(engine.runner.decoder, "mixers", [first, fail, last])
