@@ -361,8 +361,8 @@ def test_answers_equal_transformers_when_few_states_are_reused(
 def test_requests_continue_correctly_after_failed_steps(
     make: Make, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    # A step fails between two linear layers, after it has changed the states of the first. It begins
-    # a prompt, so no graph replays it.
+    # A step fails between two linear layers, after it has changed the states of the first. It
+    # begins a prompt, so no graph replays it.
     engine, model = make("states", device=device, max_prefill_tokens=16)
     prompts, due = random_prompts((3, 50, 20)), [4, 5, 12]
 
