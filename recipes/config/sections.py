@@ -424,13 +424,7 @@ class ProblemSection:
             that says so, else the first that takes the expected answer, else the first.
     """
 
-    name: Annotated[
-        str,
-        Field(
-            pattern=r"^(toy|file|[^:]+:\w+)$",
-            examples=["toy"],
-        ),
-    ]
+    name: Annotated[str, Field(pattern=r"^(toy|file|[^:]+:\w+)$", examples=["toy"])]
     label: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     data: Annotated[str, Field(min_length=1)] | None = None
     subset: str | None = None
