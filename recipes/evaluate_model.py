@@ -24,12 +24,7 @@ from recipes.logs.checkpoints import Checkpoints
 from recipes.logs.metric_rows import METRICS, SAMPLES, json_lines, numbers_of
 from recipes.logs.recorded_samples import records_of
 from recipes.logs.view import ProgressView
-from recipes.loops.evaluation import (
-    Evaluation,
-    answer_held_out,
-    evaluation_of,
-    held_out_prompts,
-)
+from recipes.loops.evaluation import Evaluation, answer_held_out, evaluation_of, held_out_prompts
 from recipes.loops.sampling import Samples, rewarded
 from recipes.rewards import Rewards, Scored
 from recipes.setup.model_files import FETCHED, find_model
