@@ -1,7 +1,7 @@
 """The command `memsaver` and its subcommands.
 
 `build_parser` declares the arguments of each subcommand. The function of a subcommand takes the
-parsed arguments and returns the exit status; it imports what it needs when it runs.
+parsed arguments and returns the exit status, None for 0; it imports what it needs when it runs.
 
 Exit status: 0 done; 1 the run failed (one line names the stage and the cause), a check of the
 doctor failed, or a trace found a difference; 2 bad recipe or usage; 3 a plan does not fit; 130 or
@@ -32,7 +32,7 @@ def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
     return recipe, words
 
 
-def _run(arguments: Namespace) -> int:
+def _run(arguments: Namespace) -> None:
     """Run a recipe, or continue a run."""
     if "torch" not in sys.modules:
         print("loading torch ...", flush=True)  # takes some seconds
@@ -56,7 +56,6 @@ def _run(arguments: Namespace) -> int:
         raise RecipeError("run: names no recipe; try: memsaver run tiny")
     else:
         start_run(recipe, overrides, arguments.run_dir)
-    return 0
 
 
 def _plan(arguments: Namespace) -> int:
@@ -69,42 +68,38 @@ def _plan(arguments: Namespace) -> int:
     return plan_recipe(recipe, overrides, arguments)
 
 
-def _recipes(arguments: Namespace) -> int:
+def _recipes(arguments: Namespace) -> None:
     """List the packaged recipes."""
     names = packaged_recipes()
     for name in names:
         print(f"{name:{max(map(len, names))}}  {first_sentence(name)}")
-    return 0
 
 
-def _keys(arguments: Namespace) -> int:
+def _keys(arguments: Namespace) -> None:
     """Print all keys of a recipe as Markdown."""
     import json
 
     from recipes.config.reference import markdown, schema
 
     print(json.dumps(schema(), indent=2) if arguments.schema else markdown())
-    return 0
 
 
-def _fetch(arguments: Namespace) -> int:
+def _fetch(arguments: Namespace) -> None:
     """Fetch a model into the models folder."""
     from recipes.setup.model_files import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
-    return 0
 
 
-def _export(arguments: Namespace) -> int:
+def _export(arguments: Namespace) -> None:
     """Export a run's checkpoint as a Hugging Face folder, without a GPU."""
     from recipes.export_run import export_run
 
     which = {"step": arguments.step, "best": arguments.best}
     print(export_run(arguments.run, arguments.to, merge_adapters=arguments.merge, **which))
-    return 0
 
 
-def _evaluate(arguments: Namespace) -> int:
+def _evaluate(arguments: Namespace) -> None:
     """Evaluate a model as a run does: a recipe's before training, a run's, or any folder's."""
     from recipes.evaluate_model import Question, evaluate_model
 
@@ -115,23 +110,20 @@ def _evaluate(arguments: Namespace) -> int:
     question = Question(overrides=overrides, **{name: vars(arguments)[name] for name in names})
     which = {"step": arguments.step, "best": arguments.best}
     evaluate_model(subject, question, out=arguments.out, **which)
-    return 0
 
 
-def _report(arguments: Namespace) -> int:
+def _report(arguments: Namespace) -> None:
     """Write one HTML page about a run, which needs no other file and no network."""
     from recipes.logs.report_page import write_report
 
     print(write_report(arguments.run, arguments.out))
-    return 0
 
 
-def _samples(arguments: Namespace) -> int:
+def _samples(arguments: Namespace) -> None:
     """Print prompts, answers and rewards that a run recorded, by default of its newest row."""
     from recipes.logs.recorded_samples import show_samples
 
     show_samples(arguments.run, arguments)
-    return 0
 
 
 def _trace_mismatch(arguments: Namespace) -> int:
@@ -205,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
-        execute: Callable[[Namespace], int], brief: str, words: str = ""
+        execute: Callable[[Namespace], int | None], brief: str, words: str = ""
     ) -> argparse.ArgumentParser:
         name, text = execute.__name__[1:].replace("_", "-"), execute.__doc__
         own = commands.add_parser(name, help=brief, description=text)
@@ -316,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _executed(arguments: Namespace) -> int:
     with interrupts() as interrupted:
         try:
-            status = arguments.execute(arguments)
+            status = arguments.execute(arguments) or 0
             sys.stdout.flush()
             return status
         except BrokenPipeError:

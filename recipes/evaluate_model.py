@@ -24,18 +24,11 @@ from recipes.logs.checkpoints import Checkpoints
 from recipes.logs.metric_rows import METRICS, SAMPLES, json_lines, numbers_of
 from recipes.logs.recorded_samples import records_of
 from recipes.logs.view import ProgressView
-from recipes.loops.evaluation import (
-    Evaluation,
-    answer_held_out,
-    evaluation_of,
-    problem_sets,
-    prompts_of,
-)
+from recipes.loops.evaluation import Evaluation, answer_held_out, evaluation_of, held_out_prompts
 from recipes.loops.sampling import Samples, rewarded
 from recipes.rewards import Rewards, Scored
 from recipes.setup.model_files import FETCHED, find_model
 from recipes.setup.preparation import Setup, prepare
-from recipes.tasks import Problem, Task
 from recipes.tasks.scoring import open_rewards
 from recipes.tasks.task_sources import evaluated_tasks
 from rollout import Rollout
@@ -326,7 +319,7 @@ def _conditions(setup: Setup) -> str:
     count = recipe.eval.samples
     answers = f"{count} answers to each problem, {how}" if count > 1 else how
     template = "plain text" if setup.template is None else "the chat template"
-    sets = ", ".join(task.summary() for task, _ in problem_sets(setup))
+    sets = ", ".join(task.summary() for task in setup.tasks.evaluable)
     parts = [sets, answers, f"at most {recipe.sampling.max_tokens} tokens", f"prompts: {template}"]
     return "; ".join([*parts, f"{recipe.engine.kind} engine, {recipe.model.dtype}, {setup.device}"])
 
@@ -353,8 +346,7 @@ def _answered(
     Raises:
         KeyboardInterrupt: No problem has been answered before the interrupt.
     """
-    sets, count = problem_sets(setup), setup.recipe.eval.samples
-    prompts = prompts_of(sets)
+    prompts, count = held_out_prompts(setup), setup.recipe.eval.samples
     size = max(1, WAVES * setup.recipe.engine.max_running // count)
     waiting: list[tuple[Samples, Callable[[], list[Scored]]]] = []
     parts: list[tuple[Samples, list[Scored]]] = []
@@ -374,17 +366,4 @@ def _answered(
             raise
     samples = Samples.joined([samples for samples, _ in parts])
     scores = list(itertools.chain.from_iterable(scores for _, scores in parts))
-    done = len(scores) // count
-    return evaluation_of(_first(sets, done), samples, scores, count), len(prompts) - done
-
-
-def _first(
-    sets: Sequence[tuple[Task, Sequence[Problem]]], count: int
-) -> list[tuple[Task, Sequence[Problem]]]:
-    """Return the sets with their first `count` problems in all, without empty sets."""
-    first: list[tuple[Task, Sequence[Problem]]] = []
-    for task, found in sets:
-        if found[:count]:
-            first.append((task, found[:count]))
-            count -= len(first[-1][1])
-    return first
+    return evaluation_of(samples, scores, count), len(prompts) - len(scores) // count

@@ -161,11 +161,7 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
 
 
 def _drive(
-    setup: Setup,
-    folder: RunFolder,
-    trackers: Trackers,
-    resume: bool,
-    note: str = "",
+    setup: Setup, folder: RunFolder, trackers: Trackers, resume: bool, note: str = ""
 ) -> None:
     """Run a prepared recipe; restart it from the last checkpoint when a worker is lost.
 
@@ -188,9 +184,8 @@ def _drive(
                 return _attempt(setup, folder, trackers, resume, opening)
         except LostWorker as lost:
             if restarts == allowed:
-                raise LostWorker(
-                    lost.stage, lost.cause, folder.checkpoints.how_to_continue()
-                ) from lost
+                remedy = folder.checkpoints.how_to_continue()
+                raise LostWorker(lost.stage, lost.cause, remedy) from lost
             restarts += 1
             trackers.record()
             folder = RunFolder.reopen(folder.path, recipe)

@@ -13,14 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes.config.older import GONE, values_now, words_now
-from recipes.config.recipe import (
-    FIELDS,
-    Recipe,
-    field_of,
-    is_section,
-    keys_of,
-    remedy_of,
-)
+from recipes.config.recipe import FIELDS, Recipe, field_of, is_section, keys_of, remedy_of
 from recipes.config.rules import broken_rules, idle_keys
 from recipes.config.yaml_values import read_values, values_text
 from recipes.errors import RecipeError, shown

@@ -116,12 +116,9 @@ def _of_sets(recipe: Recipe) -> Faults:
                 yield f"{key}.{name}", "has no effect on a set that is only evaluated"
     trained = [recipe.task, *recipe.task.mixture]
     if recipe.eval.every and not recipe.eval.sets and not any(p.held_out_fraction for p in trained):
+        rule = f"leaves eval.every={recipe.eval.every} no problem"
         remedy = "set task.held_out_fraction=0.2, eval.every=0, or eval.sets"
-        yield (
-            "task.held_out_fraction",
-            f"leaves eval.every={recipe.eval.every} no problem",
-            remedy,
-        )
+        yield "task.held_out_fraction", rule, remedy
 
 
 def _of_engine(recipe: Recipe) -> Faults:
@@ -196,12 +193,8 @@ def _of_schedule(recipe: Recipe) -> Faults:
 def _of_sampling(recipe: Recipe) -> Faults:
     most, window = recipe.sampling.max_tokens, recipe.sampling.penalized_tokens
     if recipe.sampling.length_penalty and window > most:
-        rule = f"exceeds sampling.max_tokens={most}"
-        yield (
-            "sampling.length_penalty_tokens",
-            rule,
-            f"set sampling.length_penalty_tokens={most}",
-        )
+        key = "sampling.length_penalty_tokens"
+        yield key, f"exceeds sampling.max_tokens={most}", f"set {key}={most}"
 
 
 def _of_evaluation(recipe: Recipe) -> Faults:
@@ -266,8 +259,7 @@ def _of_grpo(recipe: Recipe) -> Faults:
 def _of_ppo(recipe: Recipe) -> Faults:
     warmup = recipe.ppo.critic_warmup_steps
     if warmup >= recipe.steps:
-        rule = f"leaves none of steps={recipe.steps} to the policy"
-        yield "ppo.critic_warmup_steps", rule
+        yield "ppo.critic_warmup_steps", f"leaves none of steps={recipe.steps} to the policy"
 
 
 def _of_devices(recipe: Recipe) -> Faults:
@@ -282,8 +274,7 @@ def _of_devices(recipe: Recipe) -> Faults:
     if (ports := cluster.port_range) and not 1024 <= ports[0] <= ports[1] <= 65535:
         yield "cluster.ports", "is not a range of ports from 1024 to 65535"
     if not cluster.colocate and not cluster.apart:
-        rule = "leaves no device to the engines (cluster.rollout_gpus=0)"
-        yield "cluster.colocate", rule
+        yield "cluster.colocate", "leaves no device to the engines (cluster.rollout_gpus=0)"
     kinds = {"rollout_gpus": cluster.rollout_gpus}
     if cluster.colocate:
         kinds = {"n_gpus_per_node": cluster.n_gpus_per_node, **kinds}
@@ -305,8 +296,7 @@ def _of_cycle(recipe: Recipe) -> Faults:
         for tag in (tag for tag in absent if tag in named):
             yield key, f"{tag} exists only with {absent[tag]}", f"set {key}={present}"
     if overlap and cycle.hand_over == "always":
-        rule = f"excludes cycle.overlap={shown(overlap)}"
-        yield "cycle.hand_over", rule
+        yield "cycle.hand_over", f"excludes cycle.overlap={shown(overlap)}"
     if not recipe.cluster.colocate:
         rule = "needs trainer and engine on one device (cluster.colocate=true)"
         for name, value in (("alias", cycle.alias), ("hand_over", cycle.hand_over)):

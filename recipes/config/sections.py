@@ -41,6 +41,7 @@ _LISTED = BeforeValidator(
 )
 Names = Annotated[list[str], _LISTED]
 """Names in a list; a single name may be written as a string."""
+Address = Annotated[str, Field(pattern=r"^[^/\s]+:\d+$", examples=["10.0.0.1:6379"])]
 Aggregation = Literal["token", "sequence", "constant"]
 Baseline = Literal["group", "leave_one_out", "batch"]
 Scale = Literal["group", "batch", "none"]
@@ -424,13 +425,7 @@ class ProblemSection:
             that says so, else the first that takes the expected answer, else the first.
     """
 
-    name: Annotated[
-        str,
-        Field(
-            pattern=r"^(toy|file|[^:]+:\w+)$",
-            examples=["toy"],
-        ),
-    ]
+    name: Annotated[str, Field(pattern=r"^(toy|file|[^:]+:\w+)$", examples=["toy"])]
     label: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     data: Annotated[str, Field(min_length=1)] | None = None
     subset: str | None = None
@@ -595,9 +590,7 @@ class ClusterSection:
     host_gib: Positive | None = None
     call_timeout: Positive = 600.0
     max_engine_restarts: CountOrZero = 2
-    address: Annotated[str, Field(pattern=r"^[^/\s]+:\d+$", examples=["10.0.0.1:6379"])] | None = (
-        None
-    )
+    address: Address | None = None
     object_store_gib: Annotated[float, Field(ge=0.1)] = 0.25
     ports: Annotated[str, Field(pattern=r"^\d+-\d+$", examples=["20000-20063"])] | None = None
 

@@ -177,8 +177,11 @@ class WandbTracker(Tracker):
             self._run.define_metric("*", step_metric="step")
         return str(self._run.name if self._name == "trackio" else self._run.id)
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        self._log(figures, step)
+    def log(self, figures: Mapping[str, Any], step: int) -> None:
+        if self._name == "wandb":
+            self._run.log({**figures, "step": step})
+        else:
+            self._run.log(dict(figures), step=step)
 
     def table(self, samples: Sequence[Sample], step: int) -> None:
         if self._name == "swanlab":
@@ -186,13 +189,7 @@ class WandbTracker(Tracker):
         else:
             data = [list(map(plain_text, cells(sample))) for sample in samples]
             table = self._library.Table(columns=list(COLUMNS), data=data)
-        self._log({f"samples/{samples[0]['kind']}": table}, step)
-
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
-        if self._name == "wandb":
-            self._run.log({**values, "step": step})
-        else:
-            self._run.log(dict(values), step=step)
+        self.log({f"samples/{samples[0]['kind']}": table}, step)
 
     def close(self) -> None:
         self._run.finish()

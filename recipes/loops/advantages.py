@@ -32,10 +32,7 @@ OwnScale = Callable[[Numbers, Numbers], float]
 
 
 def compute_advantages(
-    recipe: Recipe,
-    rewards: Sequence[float | None],
-    logprobs: Tokens,
-    ref_logprobs: Tokens | None,
+    recipe: Recipe, rewards: Sequence[float | None], logprobs: Tokens, ref_logprobs: Tokens | None
 ) -> list[float] | Tokens:
     """Return an advantage for each answer, or for each token with grpo.baseline=batch.
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,17 +35,16 @@ class Evaluation:
 
 def evaluate(rollout: Rollout, setup: Setup, rewards: Rewards) -> Evaluation:
     """Answer the same problems as every evaluation of the run, with the same seeds."""
-    sets = problem_sets(setup)
-    samples = answer_held_out(rollout, setup, prompts_of(sets))
+    samples = answer_held_out(rollout, setup, held_out_prompts(setup))
     scores = rewards.submit(samples.answers())()
-    return evaluation_of(sets, samples, scores, setup.recipe.eval.samples)
+    return evaluation_of(samples, scores, setup.recipe.eval.samples)
 
 
-def prompts_of(sets: Sequence[tuple[Task, Sequence[Problem]]]) -> list[tuple[Task, Problem]]:
-    """Return the problems of all sets, each with its set."""
+def held_out_prompts(setup: Setup) -> list[tuple[Task, Problem]]:
+    """Return the first `eval.problems` held-out problems of each set, with their sets."""
     prompts: list[tuple[Task, Problem]] = []
-    for task, problems in sets:
-        prompts += ((task, problem) for problem in problems)
+    for task in setup.tasks.all:
+        prompts += ((task, problem) for problem in task.held_out[: setup.recipe.eval.problems])
     return prompts
 
 
@@ -58,32 +58,22 @@ def answer_held_out(
     return answer(rollout, setup, prompts, seeds, **how)
 
 
-def evaluation_of(
-    sets: Sequence[tuple[Task, Sequence[Problem]]],
-    samples: Samples,
-    scores: list[Scored],
-    count: int,
-) -> Evaluation:
-    """Return the evaluation that has `count` answers to each problem of the sets, in order."""
+def evaluation_of(samples: Samples, scores: list[Scored], count: int) -> Evaluation:
+    """Return the evaluation that has `count` answers to each problem, one set after the other."""
+    answers = Counter(task.name for task in samples.tasks)  # of each set, in the order of the sets
     row: dict[str, Any] = {}
     begin = 0
-    for suffix, (_, problems) in zip(suffixes(sets), sets, strict=True):
-        end = begin + len(problems) * count
+    for suffix, number in zip(suffixes(answers), answers.values(), strict=True):
+        end = begin + number
         figures = set_figures(samples, scores, slice(begin, end), count)
         row |= {name + suffix: value for name, value in figures.items()}
         begin = end
     return Evaluation(row=row, samples=samples, scores=scores)
 
 
-def problem_sets(setup: Setup) -> list[tuple[Task, Sequence[Problem]]]:
-    """Return the sets that have problems to evaluate on, each with its first `eval.problems`."""
-    count = setup.recipe.eval.problems
-    return [(task, task.held_out[:count]) for task in setup.tasks.all if task.held_out]
-
-
-def suffixes(sets: Sequence[tuple[Task, Any]]) -> list[str]:
+def suffixes(names: Iterable[str]) -> list[str]:
     """Return the endings of the figures' names by set, of which the first is empty."""
-    return ["", *(f"_{task.name}" for task, _ in sets[1:])]
+    return ["", *(f"_{name}" for name in [*names][1:])]
 
 
 def evaluation_seed(seed: int, task: Task, problem: Problem) -> int:
@@ -147,11 +137,11 @@ def check_best(setup: Setup) -> None:
     Raises:
         RecipeError: Lists the figures that `eval.best` may name.
     """
-    section, sets = setup.recipe.eval, problem_sets(setup)
+    section = setup.recipe.eval
     if not section.every or section.best is None:
         return
     names: list[str] = []
-    for suffix in suffixes(sets):
+    for suffix in suffixes(task.name for task in setup.tasks.evaluable):
         names += (name + suffix for name in _qualities(section))
     if section.best not in names:
         rule = "is no figure that evaluations of this run can improve"

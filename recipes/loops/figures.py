@@ -47,7 +47,7 @@ def answer_figures(
 def renamed(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row in which correct answers are called so, in the figures of each set, too.
 
-    Rows of before, and evaluations of other code, may call them exact.
+    Rows of before, and loops of other code, may call them exact.
     """
     row = {re.sub("^exact(_match)?(?=_|$)", "correct", name): row[name] for name in row}
     if isinstance(row.get("sets"), dict):

@@ -22,7 +22,6 @@ from typing import Any, Self
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError, counted
 from recipes.loops.evaluation import Standing, evaluate, failures, standing
-from recipes.loops.figures import renamed
 from recipes.loops.sampling import Samples, generate_sequences, rewarded, with_length_penalty
 from recipes.loops.sink import Sink
 from recipes.rewards import Rewards, Scored
@@ -308,7 +307,7 @@ class Loop(abc.ABC):
     def _evaluate(self) -> None:
         with self.stage("evaluate"):
             evaluation = evaluate(self.rollout, self.setup, self.rewards)
-        row = renamed({"kind": "eval", "step": self.updates, **evaluation.row})
+        row = {"kind": "eval", "step": self.updates, **evaluation.row}
         self.evaluations.append(row)
         self.sink.answered(evaluation.samples, evaluation.scores)
         self.sink.row(row)

@@ -124,23 +124,21 @@ class EngineSizes:
         generating: Peak bytes of torch in a step.
     """
 
-    weights: int
-    kv_cache: int
-    least: int
-    wanted: int
-    grows: bool
-    cuda_graph: int
-    idle: int
-    generating: int
+    weights: int = 0
+    kv_cache: int = 0
+    least: int = 0
+    wanted: int = 0
+    grows: bool = False
+    cuda_graph: int = 0
+    idle: int = 0
+    generating: int = 0
 
     @property
     def tags(self) -> dict[str, int]:
         return {WEIGHTS: self.weights, KV_CACHE: self.kv_cache, CUDA_GRAPH: self.cuda_graph}
 
 
-NO_ENGINE = EngineSizes(
-    weights=0, kv_cache=0, least=0, wanted=0, grows=False, cuda_graph=0, idle=0, generating=0
-)
+NO_ENGINE = EngineSizes()
 """Sizes beside a trainer whose GPU has no engine."""
 
 

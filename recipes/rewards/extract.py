@@ -6,6 +6,7 @@ All functions take time linear in the length of the text, because models write t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,7 @@ TAG, END = "<answer>", "</answer>"
 
 def extract(what: Extract, text: str) -> str | None:
     """Return the part of a text that counts as the answer, stripped; None if the text lacks it."""
-    if what == "number":
-        return extract_number(text)
-    if what == "boxed":
-        return extract_boxed(text)
-    if what == "tag":
-        return extract_tag(text)
-    return text.strip()
+    return EXTRACTORS[what](text)
 
 
 def extract_expected(what: Extract, text: str) -> str:
@@ -102,6 +97,15 @@ def extract_number(text: str) -> str | None:
         return f"{sign}{match['whole'] + ' ' if match['whole'] else ''}{over}/{under}"
     power = match["power"] or match["ten"]
     return sign + match["digits"].replace(",", "") + (f"e{power}" if power else "")
+
+
+EXTRACTORS: dict[Extract, Callable[[str], str | None]] = {
+    "text": str.strip,
+    "number": extract_number,
+    "boxed": extract_boxed,
+    "tag": extract_tag,
+}
+"""Functions by the part that they extract."""
 
 
 def last_number(text: str) -> Fraction | None:

@@ -59,8 +59,7 @@ def math(completion: str, answer: str, ended: bool, extract: Extract = "text") -
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
-        message = f"{error}; run: pip install 'memsaver[rewards]'"
-        raise ModuleNotFoundError(message) from None
+        raise ModuleNotFoundError(f"{error}; run: pip install 'memsaver[rewards]'") from None
     given = part_of(extract, completion)
     expected = extract_expected("boxed" if extract == "text" else extract, str(answer))
     gold = parse(_delimited(expected), parsing_timeout=SECONDS)

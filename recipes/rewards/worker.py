@@ -13,7 +13,8 @@ import resource
 import signal
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
+
+import psutil
 
 from recipes.errors import RecipeError, typed
 from recipes.rewards.function import RewardFunction
@@ -73,19 +74,11 @@ def _supervise(worker: int, driver: int) -> int:
                 os.kill(driver, info.si_signo)
     with contextlib.suppress(ChildProcessError):  # There are no more children.
         while True:
-            for child in _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             os.waitpid(-1, 0)  # The children of a child that ends become children of this process.
     return code if code >= 0 else SIGNALED - code
-
-
-def _children() -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # The process has ended.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid():
-                yield int(folder.name)
 
 
 def serve(connection: Connection) -> None:
@@ -123,7 +116,7 @@ def _limited(memory: int | None) -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + memory, before[1]))
     try:
         yield

@@ -22,10 +22,7 @@ OUTCOMES = {"warn": "differences are counted", True: "a difference ends the run"
 
 
 def first_decisions(
-    recipe: Recipe,
-    model_dir: Path,
-    device: str | None = None,
-    before: Decisions | None = None,
+    recipe: Recipe, model_dir: Path, device: str | None = None, before: Decisions | None = None
 ) -> Decisions:
     """Return the decisions of a run, of which a plan may still have to make some.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver.system.files import cache_dir
-from recipes.errors import RecipeError, RunError, one_line
+from recipes.errors import RecipeError, RunError, one_line, refused
 
 TOY_TEMPLATE = (
     "{% for message in messages %}"
@@ -118,9 +118,8 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
     }
     fields = {"vocab_size": len(tokenizer), **spec, **ids}
     if isinstance(fields["vocab_size"], int) and fields["vocab_size"] < len(tokenizer):
-        key, size = "model.config.vocab_size", len(tokenizer)
-        rule = f"is less than the tokenizer's {size} words; set {key}={size}"
-        raise RecipeError(f"{key}={fields['vocab_size']}: {rule}")
+        rule = f"is less than the tokenizer's {len(tokenizer)} words"
+        raise refused("model.config.vocab_size", fields["vocab_size"], rule, len(tokenizer))
     with quiet_transformers():
         try:
             model = meta_model(fields)
@@ -187,8 +186,7 @@ def find_model(path: str, *, weights: bool = True) -> Path:
     if not (folder / "config.json").is_file():
         close = difflib.get_close_matches(path, [FETCHED], n=1)
         hint = f"did you mean {FETCHED}?" if close else f"name one, ORG/NAME, or {FETCHED}"
-        rule = "there is no directory with a config.json"
-        raise RecipeError(f"model.path={path}: {rule}; {hint}")
+        raise RecipeError(f"model.path={path}: there is no directory with a config.json; {hint}")
     _check_json(path, folder)
     return folder.resolve()
 

@@ -258,10 +258,8 @@ def _check_weights(recipe: Recipe, model_dir: Path) -> None:
 
 
 def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
-    keys = {"loop.router_replay": recipe.loop.router_replay}
-    keys["model.fp32_router"] = recipe.model.fp32_router
-    for key, value in keys.items():
-        if value and not model.has_experts:
+    for key in ("loop.router_replay", "model.fp32_router"):
+        if recipe.value(key) and not model.has_experts:
             raise refused(key, True, "the model has no experts to choose", False)
 
 

@@ -145,6 +145,11 @@ class Tasks:
         return (*self.trained, *self.evaluated)
 
     @property
+    def evaluable(self) -> list[Task]:
+        """Return the sets that have problems to evaluate on."""
+        return [task for task in self.all if task.held_out]
+
+    @property
     def words(self) -> tuple[str, ...]:
         """Return the words of all sets, each once."""
         words: dict[str, None] = {}

@@ -39,7 +39,6 @@ class TaskScorer:
     """
 
     scores_task = True
-    memory: int | None = None
 
     def __init__(
         self, score: Scorer, section: ProblemSection | None = None, build: Build | None = None
