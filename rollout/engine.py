@@ -19,7 +19,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
-from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
+from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
@@ -45,7 +45,6 @@ from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
 
 _log = logging.getLogger("rollout")
-UNFINISHED = get_args(Unfinished)
 IN_FLIGHT = get_args(InFlight)
 
 
@@ -447,9 +446,7 @@ class Engine(EngineBase, SteppedEngine):
             LeaseError: Another process maps a tag.
         """
         self._decisions.require_outside("sleep")
-        check_sleep_level(level)
-        if unfinished not in UNFINISHED:
-            raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
+        check_sleep(level, unfinished)
         chosen, left = self._known(tags), self.scheduler.unfinished
         if left and unfinished == "refuse":
             raise StateError(

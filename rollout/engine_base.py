@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor
 
@@ -46,12 +46,14 @@ class PeerSaver:
         )
 
 
-def check_sleep_level(level: int) -> None:
-    """Raise a ValueError unless `sleep` knows the level."""
+def check_sleep(level: int, unfinished: str) -> None:
+    """Raise a ValueError unless `sleep` knows the level and the word for unfinished requests."""
     if level not in (1, 2):
         raise ValueError(
             f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
         )
+    if unfinished not in (words := get_args(Unfinished)):
+        raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(words)}")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
-from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep_level, handing_over
+from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
     check_taken,
@@ -137,6 +137,21 @@ class HostedRollout(EngineBase):
             store.set_buffers(read_buffers(path, store.buffers), str(path))
         return store
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Return the numbers of the requests of `submit`, which SGLang does not have."""
+        return []
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        """End requests with their present answers."""
+
+    def _require_finished(self, action: str) -> None:
+        if left := self.unfinished:
+            raise StateError(
+                f"cannot {action} with unfinished requests {left}: {self._hosted.name} cannot "
+                f"start them over; step until they end, or abort them"
+            )
+
     # ---------------------------------------------------------------- sleep and wake up
 
     @held()
@@ -153,16 +168,24 @@ class HostedRollout(EngineBase):
 
         Args:
             level: 1 keeps the weights in host memory, 2 discards them.
-            unfinished: Without effect, because no request is ever unfinished here.
+            unfinished: "abort" ends requests of `submit` with their present answers. "refuse" and
+                "recompute" refuse while there are any, because they could not start over.
             tags: Tags to pause; None: all.
             into: The trainer's tag that is reloaded next and receives the memory.
 
         Raises:
-            ValueError: The level or a tag is unknown; nothing changed.
+            StateError: Names the unfinished requests; nothing changed.
+            ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
             LeaseError: Another process maps a tag.
         """
-        check_sleep_level(level)
+        check_sleep(level, unfinished)
         chosen = self._known(tags)
+        self._decisions.require_outside("sleep")
+        if unfinished == "abort":
+            left = self.unfinished
+            self._abort(left)
+            self._decisions.abort(left)
+        self._require_finished("sleep")
         with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:
                 self._sleep_weights(level, release)
@@ -296,7 +319,8 @@ class HostedRollout(EngineBase):
         Raises:
             ValueError: `in_flight` is another, shadow pages are wanted, the version is older than
                 the present one, a name is unknown, or `names` is empty.
-            StateError: The weights sleep, or `names` are given while the weights are undefined.
+            StateError: The weights sleep, requests are unfinished, or `names` are given while the
+                weights are undefined.
         """
         if shadow:
             raise ValueError(
@@ -308,6 +332,7 @@ class HostedRollout(EngineBase):
                 f"in_flight={in_flight!r}: {self._hosted.name}'s cache knows no versions; sync "
                 "when no request runs, or use engine.kind=native"
             )
+        self._require_finished("begin a weight update")
         # Before the update is written: some buffers may be views of parameters.
         self._refill_buffers()
         return self._update.begin(version, False, names)

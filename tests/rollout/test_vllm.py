@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from memsaver import LeaseError, attach
+from memsaver import LeaseError, StateError, attach
 from rollout import SamplingParams
 from rollout.actor import build_engine
 from rollout.hosted import VllmRollout
@@ -121,6 +121,26 @@ def test_refused_sleep_changes_nothing(
     rollout.wake_up()
     assert bool((model.cos_sin_cache == 3).all())
     trainer.close()
+
+
+def test_unfinished_requests_refuse_sleep_and_update_or_are_aborted(
+    make: Callable[..., tuple[VllmRollout, str]],
+) -> None:
+    rollout, _ = make()
+    rollout.store.define(1)
+    rollout.submit([1, 2], SamplingParams(n=2))
+    for unfinished in ("refuse", "recompute"):
+        with pytest.raises(StateError, match=r"cannot sleep with unfinished requests \[0\]"):
+            rollout.sleep(1, unfinished=unfinished)
+    with pytest.raises(StateError, match="cannot begin a weight update with unfinished requests"):
+        rollout.begin_update(2)
+    with pytest.raises(ValueError, match="unfinished='wait' must be one of"):
+        rollout.sleep(1, unfinished="wait")  # type: ignore[arg-type]
+    assert rollout.unavailable_reason() is None and rollout.unfinished == [0]
+    rollout.sleep(1, unfinished="abort")
+    assert [output.finish_reason for output in rollout.step()] == ["abort", "abort"]
+    rollout.wake_up()
+    rollout.begin_update(2)
 
 
 def test_sampling_parameters_with_other_log_probs_are_refused() -> None:
