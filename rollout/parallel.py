@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from memsaver import StateError
 from memsaver.memory import on_a_tag
 from memsaver.ops.layout import round_up
-from memsaver.system.plain import all_gather_plain
+from memsaver.system.plain import all_gather_plain, bytes_text, text_bytes
 from rollout.errors import RankError
 from rollout.ops.row_wise import add_parts
 from rollout.process_group import host_group
@@ -97,13 +97,13 @@ class TensorParallel:
 
     def tell(self, text: str, flags: Sequence[int]) -> None:
         """Send a text and flags from the first rank to the others, without waiting for them."""
-        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
-        head = torch.tensor([0 if content is None else len(content), *flags])
+        parts = [text_bytes(text)] if text else []
+        head = torch.tensor([sum(map(len, parts)), *flags])
 
         def send() -> None:
             # A rank that failed never receives; the collectives of the step tell of that.
             self._told = [work for work in self._told if not work.is_completed()]
-            self._told += [self._from_first(part) for part in (head, content) if part is not None]
+            self._told += map(self._from_first, (head, *parts))
 
         self._exchange("decision", send)
 
@@ -115,7 +115,7 @@ class TensorParallel:
         content = torch.empty(size, dtype=torch.uint8)
         if size:
             self._exchange("decision", lambda: self._from_first(content).wait())
-        return bytes(content.tolist()).decode(), given
+        return bytes_text(content), given
 
     def _from_first(self, tensor: Tensor) -> dist.Work:
         assert self._host is not None

@@ -115,7 +115,7 @@ def gather_texts(
     The group exchanges tensors on ``device``, by default the CPU. Each of the two collectives has
     ``timeout``, by default the group's.
     """
-    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    mine = text_bytes(text).to(device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
     lengths[group.rank()] = len(mine)
     summing, gathering = AllreduceOptions(), AllgatherOptions()
@@ -126,7 +126,14 @@ def gather_texts(
     padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
     parts = [torch.empty_like(padded) for _ in sizes]
     group.allgather([parts], [padded], gathering).wait()
-    return [
-        part[:size].cpu().numpy().tobytes().decode()
-        for part, size in zip(parts, sizes, strict=True)
-    ]
+    return [bytes_text(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def text_bytes(text: str) -> torch.Tensor:
+    """Return a text that is not empty as bytes, uint8 on the CPU."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def bytes_text(content: torch.Tensor) -> str:
+    """Return the text whose bytes, uint8, are given."""
+    return content.cpu().numpy().tobytes().decode()
