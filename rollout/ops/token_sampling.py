@@ -51,9 +51,9 @@ class SamplingBatch:
     top_p: Tensor  # fp64 [R]; 1 disables the filter
     counters: Tensor  # int64 [R, 3]: seed, sample index, position
     any_random: bool  # whether any row is not greedy
-    forced: Tensor  # int64 [R]: a token that is not drawn; -1: none
     # Rows with top-k, top-p or a forced token, int64 [F]; None if there are none.
     special_rows: Tensor | None
+    forced: Tensor  # int64 [F]: the token of each special row that is not drawn; -1: none
 
     @classmethod
     def build(
@@ -78,16 +78,16 @@ class SamplingBatch:
             torch.tensor(top_k, dtype=torch.int64),
             torch.tensor(top_p, dtype=torch.float64),
             torch.tensor(counters, dtype=torch.int64),
-            torch.tensor(forced, dtype=torch.int64),
             torch.tensor(special, dtype=torch.int64),
+            torch.tensor([forced[row] for row in special], dtype=torch.int64),
         ]
-        scale, is_greedy, k, p, counts, known, rows = send_together(host, device)
+        scale, is_greedy, k, p, counts, rows, known = send_together(host, device)
         any_random = not all(greedy)
-        return cls(scale, is_greedy, k, p, counts, any_random, known, rows if special else None)
+        return cls(scale, is_greedy, k, p, counts, any_random, rows if special else None, known)
 
     def only_special(self, rows: Tensor) -> "SamplingBatch":
         """Return the batch of `rows`, int64 [F], which are all special."""
-        names = ("temperature", "greedy", "top_k", "top_p", "counters", "forced")
+        names = ("temperature", "greedy", "top_k", "top_p", "counters")
         parts = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **parts, special_rows=torch.arange(len(rows), device=rows.device))
 
@@ -133,7 +133,9 @@ def _choose_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[T
     if batch.any_random:
         drawn = _draw(torch.log_softmax(z[:, :choices], dim=-1), batch)
         tokens = torch.where(batch.greedy, tokens, drawn)
-    return torch.where(batch.forced < 0, tokens, batch.forced), z
+    if (rows := batch.special_rows) is not None:
+        tokens[rows] = torch.where(batch.forced < 0, tokens[rows], batch.forced)
+    return tokens, z
 
 
 def likeliest(logits: Tensor, count: int, choices: int) -> tuple[Tensor, Tensor]:
