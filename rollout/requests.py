@@ -9,6 +9,8 @@ from itertools import chain
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from kvcache.config import check_counts, check_option
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).copy().items():
+            if isinstance(value, np.generic):  # other ranks get the numbers as text
+                object.__setattr__(self, name, value.item())
         if self.stop_token_ids is not None:
             self._keep_as_tuple("stop_token_ids")
         self._keep_as_tuple("forced")
@@ -93,6 +98,7 @@ class SamplingParams:
         object.__setattr__(self, name, tuple(ids))
         whole = all(_is_number(token, Integral) for token in getattr(self, name))
         check_option(self, name, whole, rule)
+        object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
 
     def _check_beams(self) -> None:
         check_option(self, "length_penalty", abs(self.length_penalty) < math.inf, "must be finite")

@@ -3,8 +3,10 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
+from memsaver.system.plain import Plain
 from rollout import DoubleSparsity, EngineConfig, KVTiers, SamplingParams
 
 TIERS = KVTiers(host_ratio=1.0)
@@ -74,6 +76,15 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
 def test_contradictory_fields_are_refused(factory: Any, fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         factory(**fields)
+
+
+def test_numbers_of_numpy_become_numbers_of_python() -> None:
+    """Ranks of an engine send them as JSON."""
+    given = {"max_tokens": np.int64(6), "temperature": np.float32(0.5), "seed": np.uint8(3)}
+    params = SamplingParams(**given, stop_token_ids=np.array([5]), forced=np.array([7]))
+    expected = {"max_tokens": 6, "temperature": 0.5, "seed": 3}
+    assert params == SamplingParams(**expected, stop_token_ids=(5,), forced=(7,))
+    assert Plain(SamplingParams).value(Plain(SamplingParams).text(params)) == params
 
 
 def test_stop_token_ids_may_be_any_sequence() -> None:
