@@ -307,8 +307,7 @@ class BlockManager:
             self.pool.move_kv_cache(*to_device(slots.reshape(2, -1), ledger.device))
         rows = np.flatnonzero(self._lens)
         lengths, pages_of = self._lens[rows], renamed[self._pages[rows]]
-        sequence = np.repeat(np.arange(len(rows)), lengths)
-        positions = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        sequence, positions = _expand(lengths)
         numbers, offsets = np.divmod(positions, self.page_size)
         flat = rows[sequence] * self.req_to_token.max_context_len + positions
         self._write_table(flat, pages_of[sequence, numbers] * self.page_size + offsets)

@@ -608,7 +608,7 @@ class MemorySaver:
             LeaseError: The tag's pages are aliased.
         """
         with self._lock:
-            self._active(tag, "mark_clean").mark_clean(version)
+            self._active(tag, "mark_clean").version = version
 
     def save(self, tag: str, version: Hashable) -> Waitable | None:
         """Begin to copy an active tag's content to host memory, after queued work.

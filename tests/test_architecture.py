@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_bridge.fsdp_internals import PRIVATE
+from tests.helpers.trainer_bridge.private_torch import PRIVATE
 
 ROOT = Path(__file__).parent.parent
 CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
@@ -58,7 +58,7 @@ FOREIGN_NAMES = {  # of named tuples, torch, transformers, TRL and verl
     "_asdict", "_replace", "_local_tensor", "_buffers", "_modules", "_parameters", "_apply_gate",
     "_llm_weights_sleeping", "_ROLLOUT_REGISTRY",
 }  # fmt: skip
-# This file alone reads attributes of FSDP2, and lists them.
+# This file alone reads attributes of FSDP2.
 FSDP_INTERNALS = "trainer_bridge/fsdp_internals.py"
 FSDP_NAMES = {name.rpartition(".")[2] for name in chain(*PRIVATE.values())} | {"_replace"}
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)

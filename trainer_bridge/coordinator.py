@@ -28,18 +28,13 @@ Stage = Callable[[str], contextlib.AbstractContextManager[Any]]
 """Returns a context manager for the named part of the opening, which runs in its block."""
 
 
-def no_stage(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that does nothing."""
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def open_inprocess(
     trainer: TrainerConfig,
     engine: Mapping[str, Any],
     *,
     alias: bool = False,
-    stage: Stage = no_stage,
+    stage: Stage = contextlib.nullcontext,
 ) -> Iterator[tuple[Trainer, Rollout]]:
     """Open both sides in this process, and close them when the block ends.
 
@@ -92,7 +87,7 @@ def open_ray(
     ports: Ports | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
-    stage: Stage = no_stage,
+    stage: Stage = contextlib.nullcontext,
     max_engine_restarts: int = 0,
     on_replaced: OnReplaced = lambda number, error: None,
 ) -> Iterator[tuple[Any, Any]]:

@@ -35,17 +35,10 @@ class UnequalTokens(RuntimeError):
         remedy: How to find the cause.
     """
 
-    def __init__(
-        self,
-        count: int,
-        sequence: int,
-        token: int,
-        values: tuple[float, float],
-        remedy: str = "run the engine with exact=True too, or set exact=warn",
-    ) -> None:
-        super().__init__(count, sequence, token, values, remedy)
-        self.count, self.sequence, self.token = count, sequence, token
-        self.values, self.remedy = values, remedy
+    def __init__(self, count: int, sequence: int, token: int, values: tuple[float, float]) -> None:
+        super().__init__(count, sequence, token, values)
+        self.count, self.sequence, self.token, self.values = count, sequence, token, values
+        self.remedy = "run the engine with exact=True too, or set exact=warn"
 
     def __str__(self) -> str:
         rollout, own = self.values

@@ -61,8 +61,7 @@ class Savers:
 
 
 def _regions() -> list[Region]:
-    regions: list[Region] = _thread.__dict__.setdefault("regions", [])
-    return regions
+    return _thread.__dict__.setdefault("regions", [])
 
 
 class Region:

@@ -237,10 +237,9 @@ class TorchMemorySaver:
         return saver.saved(x)
 
 
-@contextlib.contextmanager
-def configure_subprocess() -> Iterator[None]:
+def configure_subprocess() -> contextlib.AbstractContextManager[None]:
     """Do nothing: no library is preloaded, and a subprocess calls `memsaver.compat.install`."""
-    yield
+    return contextlib.nullcontext()
 
 
 def _content(

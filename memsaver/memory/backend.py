@@ -50,6 +50,13 @@ Transfer = tuple[int, int, int]
 """(to, from, nbytes)"""
 
 
+def pieces_of(transfers: Iterable[Transfer], size: int) -> Iterator[Transfer]:
+    """Cut transfers into pieces of at most `size` bytes."""
+    for to, source, nbytes in transfers:
+        for at in range(0, nbytes, size):
+            yield to + at, source + at, min(size, nbytes - at)
+
+
 class ShortOfMemory(Exception):
     """An extent cannot be created; the saver turns this into an attributed ``OutOfMemory``."""
 
@@ -114,8 +121,7 @@ class Backend(ABC):
     @property
     def committed_bytes(self) -> int:
         """Return the bytes of all extents that this backend owns and has not released."""
-        committed: int = shim.library().ms_phys_committed(self.phys)
-        return committed
+        return shim.library().ms_phys_committed(self.phys)
 
     @property
     def free_bytes(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from cuda.bindings import driver
 
 from memsaver.errors import BackendError
-from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable
+from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable, pieces_of
 from memsaver.memory.torch_allocator import outside_tags, releasable
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
@@ -61,12 +61,6 @@ def _access_desc(index: int) -> Any:
     access.location.id = index
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     return access
-
-
-def _pieces(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    for to, source, nbytes in transfers:
-        for at in range(0, nbytes, PIECE):
-            yield [(to + at, source + at, min(PIECE, nbytes - at))]
 
 
 def _relax_captures() -> driver.CUstreamCaptureMode:
@@ -247,7 +241,8 @@ class CudaBackend(Backend):
         self.bind_thread()
         queued.synchronize()
         started = time.perf_counter()
-        self.feed(_pieces(transfers), lambda _: None, inward=False)
+        pieces = ([piece] for piece in pieces_of(transfers, PIECE))
+        self.feed(pieces, lambda _: None, inward=False)
         done(time.perf_counter() - started)
 
     def feed(

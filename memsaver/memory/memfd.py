@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import threading
@@ -16,7 +15,7 @@ from functools import cache, partial
 import torch
 
 from memsaver.errors import BackendError
-from memsaver.memory.backend import Backend, Transfer
+from memsaver.memory.backend import Backend, Transfer, pieces_of
 from memsaver.native import build, shim
 from memsaver.native.shim import Operation
 from memsaver.system.host_memory import available_memory
@@ -77,16 +76,6 @@ def _allocate_from(slot: int) -> Iterator[None]:
             raise interrupt
 
 
-def _divided(transfers: Sequence[Transfer], parts: int) -> list[list[tuple[int, int, int]]]:
-    """Divide transfers into chunks, distributed over ``parts`` lists."""
-    out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
-    turns = itertools.cycle(out)
-    for to, source, nbytes in transfers:
-        for at in range(0, nbytes, _CHUNK):
-            next(turns).append((to + at, source + at, min(_CHUNK, nbytes - at)))
-    return out
-
-
 class HostBackend(Backend):
     """Backend without a GPU: the same semantics on the kernel's shared-memory pages."""
 
@@ -126,7 +115,8 @@ class HostBackend(Backend):
 
     def copy(self, transfers: Sequence[Transfer]) -> None:
         """Copy (to, from, nbytes) transfers in several threads and wait for them."""
-        groups = [group for group in _divided(transfers, _THREADS) if group]
+        chunks = list(pieces_of(transfers, _CHUNK))
+        groups = [chunks[first::_THREADS] for first in range(min(_THREADS, len(chunks)))]
         if len(groups) == 1:
             codes = [shim.copy(self.phys, groups[0])]
         else:

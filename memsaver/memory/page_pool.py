@@ -312,5 +312,4 @@ class PagePool:
 
     def drop(self, nbytes: int) -> int:
         """Release ``nbytes`` or more of retained extents that no peer imports; return the bytes."""
-        dropped: int = shim.library().ms_pool_drop(self._backend.phys, nbytes)
-        return dropped
+        return shim.library().ms_pool_drop(self._backend.phys, nbytes)

@@ -27,11 +27,7 @@ def find_compiler(names: Sequence[str], purpose: str) -> str:
 
 
 def build_library(
-    stem: str,
-    sources: Sequence[Path],
-    flags: Sequence[str],
-    compilers: Sequence[str],
-    purpose: str,
+    stem: str, sources: Sequence[Path], flags: Sequence[str], compilers: Sequence[str], purpose: str
 ) -> Path:
     """Return the library of these sources from the cache, where it is compiled on first use.
 

@@ -182,8 +182,7 @@ def recent_calls(phys: int, since: int) -> tuple[int, list[Call]]:
 def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) -> int:
     """Copy (to, from, nbytes) transfers, on a GPU queued on ``stream``; return the error or 0."""
     array = (_Transfer * len(transfers))(*[_Transfer(*transfer) for transfer in transfers])
-    error: int = library().ms_copy(phys, array, len(transfers), stream)
-    return error
+    return library().ms_copy(phys, array, len(transfers), stream)
 
 
 def read(get: Callable[..., int], owner: int, kind: type[_Item]) -> list[_Item]:

@@ -2,6 +2,7 @@
 
 import hashlib
 
+import torch
 from torch import Tensor
 
 MASK64 = (1 << 64) - 1
@@ -29,29 +30,21 @@ def _xor_shift_(x: Tensor, bits: int, scratch: Tensor) -> None:
     x.bitwise_xor_(scratch)
 
 
-def finalize_(x: Tensor, scratch: Tensor) -> Tensor:
-    """Apply splitmix64's bijective finalizer to int64 `x` in place; `scratch` has its shape."""
+def splitmix64_int(i: int) -> int:
+    """Return the i-th output of the splitmix64 stream from 0."""
+    x = ((i + 1) * GOLDEN) & MASK64
+    x = ((x ^ (x >> 30)) * MUL1) & MASK64
+    x = ((x ^ (x >> 27)) * MUL2) & MASK64
+    return x ^ (x >> 31)
+
+
+def splitmix64(i: Tensor) -> Tensor:
+    """Return `splitmix64_int` of every element of int64 `i`."""
+    x = i.add(1).mul_(signed(GOLDEN))
+    scratch = torch.empty_like(x)
     _xor_shift_(x, 30, scratch)
     x.mul_(signed(MUL1))
     _xor_shift_(x, 27, scratch)
     x.mul_(signed(MUL2))
     _xor_shift_(x, 31, scratch)
     return x
-
-
-def finalize_int(x: int) -> int:
-    x &= MASK64
-    x = ((x ^ (x >> 30)) * MUL1) & MASK64
-    x = ((x ^ (x >> 27)) * MUL2) & MASK64
-    return x ^ (x >> 31)
-
-
-def splitmix64_int(i: int) -> int:
-    """Return the i-th output of the splitmix64 stream from 0."""
-    return finalize_int((i + 1) * GOLDEN)
-
-
-def splitmix64(i: Tensor) -> Tensor:
-    """Return `splitmix64_int` of every element of int64 `i`."""
-    x = i.add(1).mul_(signed(GOLDEN))
-    return finalize_(x, x.clone())

@@ -256,8 +256,7 @@ class ShareServer:
                 raise rpc.CallRefused(f"this saver knows no operation {op!r}")
             if op == "give":
                 arguments["fds"] = fds  # `give` removes the descriptors that it uses
-            reply: rpc.Reply = getattr(self, op)(link, **arguments)
-            return reply
+            return getattr(self, op)(link, **arguments)
         finally:
             rpc.close_all(fds)
 

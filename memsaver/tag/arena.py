@@ -181,8 +181,7 @@ class Arena:
         if stats.committed - stats.top < self.backend.granularity:
             return 0
         self.backend.synchronize()
-        trimmed: int = shim.library().ms_trim(self.slot)
-        return trimmed
+        return shim.library().ms_trim(self.slot)
 
     def require_no_region(self, operation: str) -> None:
         """Raise ``StateError`` while a region of the tag is open."""
@@ -239,14 +238,6 @@ class Arena:
     def lose(self) -> None:
         """Return to the paused state after a failed prefetch; the saved content is kept."""
         self._step("lose")
-
-    def in_pieces(self, elastic: bool = False) -> None:
-        """Allow the next resume, or with `elastic` all later ones, to use several extents."""
-        self.whole = False
-        self.elastic |= elastic
-
-    def mark_clean(self, version: Hashable) -> None:
-        self.version = version
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 view ``[nbytes]`` of the tag's memory."""

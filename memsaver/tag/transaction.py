@@ -44,12 +44,7 @@ class Transactions:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        pool: PagePool,
-        disk_dir: Path,
-        tags: Iterable[Arena],
-        peers: Peers,
+        self, backend: Backend, pool: PagePool, disk_dir: Path, tags: Iterable[Arena], peers: Peers
     ) -> None:
         self.saving = Saving(backend, disk_dir, tags)
         self._peers = peers
@@ -292,10 +287,7 @@ class Transactions:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
 
     def resume(
-        self,
-        arenas: Sequence[Arena],
-        at_least: int | None = None,
-        prefetch: Prefetch | None = None,
+        self, arenas: Sequence[Arena], at_least: int | None = None, prefetch: Prefetch | None = None
     ) -> None:
         """Map memory behind paused tags and restore their content.
 
@@ -390,7 +382,7 @@ class Transactions:
 
     def commit_pieces(self, arena: Arena, nbytes: int) -> None:
         """Map memory for the tag's next `nbytes` in pieces, and make the tag elastic."""
-        arena.in_pieces(elastic=True)
+        arena.whole, arena.elastic = False, True
         end = self._backend.round_up(arena.stats.top + nbytes)
         # Beyond the reserved addresses, the allocation itself fails and names the cause.
         if arena.stats.committed < end <= arena.reservation.nbytes:

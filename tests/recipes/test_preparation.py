@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from rollout.config import EngineConfig
 from rollout.model.loading import load_model_config
 from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import LoraConfig
-from trainer_bridge.coordinator import no_stage
 
 GIB = 2**30
 
@@ -81,8 +81,8 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     places |= {"rollout_devices": 0, "rollout_nodes": 0, "colocate": True}
     places |= {"object_store_bytes": 256 << 20, "ports": None}
     note = lambda number, error: None  # noqa: E731
-    assert open_pair(ray, no_stage, note) == {
-        **places, "timeout": 7.0, "alias": False, "stage": no_stage,
+    assert open_pair(ray, nullcontext, note) == {
+        **places, "timeout": 7.0, "alias": False, "stage": nullcontext,
         "max_engine_restarts": 2, "on_replaced": note,
     }  # fmt: skip
     words = [
@@ -94,15 +94,15 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
         "eval.every=0",
     ]
     apart = prepare(recipes.load("tiny", words), tmp_path)
-    opened = open_pair(apart, no_stage, note)
+    opened = open_pair(apart, nullcontext, note)
     assert (opened["rollout_devices"], opened["colocate"], opened["alias"]) == (3, False, False)
     assert cycle_arguments(apart)["resident"] >= {"weights", "kv_cache", "cuda_graph"}
     far = ["cluster.rollout_nodes=2", "cluster.ports=20000-20009", "cluster.object_store_gib=1"]
-    opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), no_stage, note)
+    opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), nullcontext, note)
     assert (opened["nodes"], opened["rollout_nodes"], opened["address"]) == (1, 2, "auto")
     assert (opened["ports"], opened["object_store_bytes"]) == ((20000, 20009), 1 << 30)
     far.append("cluster.address=10.0.0.1:6379")
-    opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), no_stage, note)
+    opened = open_pair(prepare(recipes.load("tiny", [*words, *far]), tmp_path), nullcontext, note)
     assert opened["address"] == "10.0.0.1:6379"
     one = prepare(recipes.load("tiny", [*words, "cluster.rollout_gpus=1"]), tmp_path)
     assert one.kv_tokens == 3 * apart.kv_tokens, "each engine has a third of the requests"

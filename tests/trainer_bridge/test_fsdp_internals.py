@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 from rollout import process_group
 from tests.helpers.trainer_bridge.models import make_batch, write_model
+from tests.helpers.trainer_bridge.private_torch import ONLY, PRIVATE, SEEN
 from trainer_bridge import Trainer
-from trainer_bridge.fsdp_internals import ONLY, PRIVATE, SEEN
 
 
 def test_installed_torch_has_every_private_name_that_is_listed(

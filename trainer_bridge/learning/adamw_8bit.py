@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from memsaver import MemorySaver
-from trainer_bridge.config import TrainerConfig
 from trainer_bridge.models.files.moments_8bit import (
     BLOCK,
     CHUNK,
@@ -43,13 +42,15 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        config: TrainerConfig,
+        groups: list[dict[str, Any]],
+        options: Mapping[str, Any],
         runtime: Runtime,
         saver: MemorySaver,
         tag: str,
     ) -> None:
-        """Allocate zero moments on a tag for parameters or groups of parameters, DTensors.
+        """Allocate zero moments on a tag for groups of parameters, DTensors.
+
+        `options` has the learning rate, the betas and eps; each group has its weight decay.
 
         Raises:
             ValueError: bitsandbytes has no kernels for this version of CUDA.
@@ -59,13 +60,10 @@ class AdamW8bit(torch.optim.Optimizer):
             for name, values in code_tables().items()
         }
         _check_kernels(runtime.device)
-        defaults = {"lr": config.learning_rate, "betas": config.betas}
-        super().__init__(
-            params, defaults | {"eps": config.adam_eps, "weight_decay": config.weight_decay}
-        )
+        super().__init__(groups, dict(options))
         self.whole = True
         self._step = torch.zeros((), dtype=torch.float32)
-        params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
+        params = list(itertools.chain.from_iterable(group["params"] for group in groups))
         named = [
             moment_specs(tuple(param.shape), tuple(local_shard(param).shape), _parts(param))
             for param in params
@@ -96,8 +94,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weights, grads = local_shard(param).view(-1), local_shard(param.grad).view(-1)
         state = self.state[param].items()
         held = {name: local_shard(tensor).view(-1) for name, tensor in state if name != "step"}
-        how: dict[str, Any] = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-        how |= {"step": int(self._step), "beta1": group["betas"][0], "beta2": group["betas"][1]}
+        how = kernel_options(group) | {"step": int(self._step)}
         if FIRST in held:
             how |= {"state1": held[FIRST], "state2": held[SECOND]}
             if weights.numel():
@@ -115,6 +112,13 @@ class AdamW8bit(torch.optim.Optimizer):
                 kernels.optimizer_update_8bit_blockwise(
                     "adam", grads[part], weights[part], **moments, **how
                 )
+
+
+def kernel_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group as AdamW's kernels name them."""
+    beta1, beta2 = group["betas"]
+    names = ("lr", "weight_decay", "eps")
+    return {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
 
 
 def _zero(name: str) -> int:

@@ -289,12 +289,7 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 
 
 def lay_out(
-    batch: SequenceBatch,
-    rows: Sequence[int],
-    device: torch.device,
-    size: int,
-    *,
-    packed: bool,
+    batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
 ) -> MicroBatch:
     """Build the micro batch of one chunk, packed end to end or padded.
 

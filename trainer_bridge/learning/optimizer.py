@@ -15,7 +15,7 @@ from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
 from trainer_bridge.config import Schedule, TrainerConfig
 from trainer_bridge.fsdp_internals import host_shard
-from trainer_bridge.learning.adamw_8bit import AdamW8bit
+from trainer_bridge.learning.adamw_8bit import AdamW8bit, kernel_options
 from trainer_bridge.models.runtime import Runtime, side_by_side
 from trainer_bridge.models.sharded_model import trained_params
 from trainer_bridge.sync.shards import like_shard, local_shard
@@ -50,28 +50,23 @@ class StreamedAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        config: TrainerConfig,
-        runtime: Runtime,
-        chunk: int | None = None,
+        self, groups: list[dict[str, Any]], options: Mapping[str, Any], runtime: Runtime
     ) -> None:
         """Allocate masters and moments, all zero: fill the masters, then call `publish`.
 
-        `params` are DTensors of any dtype whose shards keep their addresses; their values are not
-        read. `chunk` counts elements, a multiple of 64; None takes `CHUNK`. A HostMemoryError says
-        how much host memory is missing.
+        The parameters of `groups` are DTensors of any dtype whose shards keep their addresses;
+        their values are not read. `options` has the learning rate, the betas and eps; each group
+        has its weight decay. A HostMemoryError says how much host memory is missing.
         """
-        defaults = {"lr": config.learning_rate, "betas": config.betas, "eps": config.adam_eps}
-        super().__init__(decay_groups(params, config.weight_decay), defaults)
+        super().__init__(groups, dict(options))
         self.whole = True
-        self._params = list(params)
+        self._params = params = list(chain.from_iterable(group["params"] for group in groups))
         self._numbers = {param: number for number, param in enumerate(params)}
         self._weights = [local_shard(param).view(-1) for param in params]
         sizes = [weight.numel() for weight in self._weights]
         *starts, end = accumulate((round_up(size, _ALIGN) for size in sizes), initial=0)
         total = max(_ALIGN, end)  # with many ranks, a rank may have no element
-        self._chunk = min(chunk or CHUNK, total)
+        self._chunk = min(CHUNK, total)
         self._chunks = _cut(sizes, starts, self._chunk)
         state = runtime.host_memory(len(_ROWS) * total * torch.float32.itemsize)
         self._host = state.view(torch.float32).view(len(_ROWS), total)
@@ -100,7 +95,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         Parameters without a gradient do not change.
         """
         after = self._step + 1
-        groups = [(self._grads(group["params"]), _options(group)) for group in self.param_groups]
+        groups = [(self._grads(g["params"]), kernel_options(g)) for g in self.param_groups]
 
         def work(slot: Tensor, all_pieces: Sequence[_Slice]) -> None:
             for grads, options in groups:
@@ -188,13 +183,6 @@ def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_
             chunks[number].append(piece)
             at += length
     return chunks
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the fused kernel for a parameter group."""
-    beta1, beta2 = group["betas"]
-    names = ("lr", "weight_decay", "eps")
-    return {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
 
 
 def _parts(row: Tensor, pieces: Sequence[_Slice]) -> list[Tensor]:
@@ -294,11 +282,7 @@ def decay_groups(params: Sequence[nn.Parameter], weight_decay: float) -> list[di
 
 
 def build_optimizer(
-    module: nn.Module,
-    config: TrainerConfig,
-    runtime: Runtime,
-    saver: MemorySaver,
-    tag: str,
+    module: nn.Module, config: TrainerConfig, runtime: Runtime, saver: MemorySaver, tag: str
 ) -> torch.optim.Optimizer:
     """Build AdamW of a module's trained parameters, with zero moments on a tag.
 
@@ -308,25 +292,19 @@ def build_optimizer(
     because the unfused step on a GPU needs temporaries as large as the parameters.
     """
     params = list(trained_params(module).values())
+    groups = decay_groups(params, config.weight_decay)
+    options = dict[str, Any](lr=config.learning_rate, betas=config.betas, eps=config.adam_eps)
     if config.optimizer_offload:
-        return StreamedAdamW(params, config, runtime)
+        return StreamedAdamW(groups, options, runtime)
     if config.optimizer == "adamw_8bit":
-        groups = decay_groups(params, config.weight_decay)
-        return AdamW8bit(groups, config, runtime, saver, tag)
-    device = runtime.device
-    optimizer = torch.optim.AdamW(
-        decay_groups(params, config.weight_decay),
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.adam_eps,
-        fused=True,
-    )
+        return AdamW8bit(groups, options, runtime, saver, tag)
+    optimizer = torch.optim.AdamW(groups, **options, fused=True)
     specs = [(tuple(local_shard(param).shape), param.dtype) for param in params]
     pairs = zip(specs, specs, strict=True)
     moments = side_by_side(list(chain.from_iterable(pairs)), saver, tag)
     for param, first, second in zip(params, moments[0::2], moments[1::2], strict=True):
         optimizer.state[param] = {
-            "step": torch.zeros((), dtype=torch.float32, device=device),
+            "step": torch.zeros((), dtype=torch.float32, device=runtime.device),
             "exp_avg": like_shard(first.zero_(), param),
             "exp_avg_sq": like_shard(second.zero_(), param),
         }

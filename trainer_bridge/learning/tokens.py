@@ -128,8 +128,7 @@ def log_ratios(first: Rows, second: Rows) -> Numbers:
     if not np.array_equal(before.lengths, after.lengths):
         lengths = before.lengths.tolist(), after.lengths.tolist()
         raise ValueError(f"log-probabilities of {lengths[0]} and of {lengths[1]} tokens")
-    ratios: Numbers = np.subtract(after.values, before.values, dtype=np.float64)
-    return ratios
+    return np.subtract(after.values, before.values, dtype=np.float64)
 
 
 def unequal_places(first: ArrayLike, second: ArrayLike) -> list[int]:

@@ -17,7 +17,6 @@ from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_token
 from trainer_bridge.learning.loss_scale import TRIES, LossScale, check_scores
 from trainer_bridge.learning.optimizer import LearningRate, after_load, build_optimizer
 from trainer_bridge.learning.tokens import Tokens
-from trainer_bridge.models.packing import packs
 from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import build_model, trained_params
 from trainer_bridge.sync.shards import local_shard
@@ -143,11 +142,10 @@ class Model:
     def _micro_batches(self, batch: SequenceBatch) -> Iterator[MicroBatch]:
         """Yield this rank's share of a batch, and let the module keep parameters in between."""
         module, runtime, size = self.module, self._runtime, self.config.micro_batch_size
-        packed = packs(module)
-        shares = dispatch(batch, runtime.rank, runtime.world, size, packed=packed)
+        shares = dispatch(batch, runtime.rank, runtime.world, size, packed=module.packs)
         for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
             keep_unsharded(module, runtime.keep_unsharded, last=not left)
-            yield lay_out(batch, rows, runtime.device, size, packed=packed)
+            yield lay_out(batch, rows, runtime.device, size, packed=module.packs)
 
     def take_step(
         self, backward: Callable[[float], list[float]]

@@ -117,8 +117,3 @@ def pack_if_possible(model: Any, attention: str | None) -> None:
 
         ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
         model.set_attn_implementation(attention)
-
-
-def packs(model: Any) -> bool:
-    """Return whether the model supports packed rows."""
-    return bool(model.packs)

@@ -41,11 +41,7 @@ _GRADIENTS = 4096  # words of a program that computes gradients
 
 
 def token_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    temperature: float,
-    impl: Impl = "auto",
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of tokens, and the entropies of their distributions, fp32 [N].
 
@@ -55,8 +51,7 @@ def token_scores(
 
     Both results have gradients. That of the entropies takes time only where a loss depends on them.
     """
-    chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl)
-    return chosen, entropy
+    return _TokenScores.apply(hidden, weight, target, temperature, impl)
 
 
 def logit_scores(
@@ -66,19 +61,13 @@ def logit_scores(
 
     The only temporary as large as the logits is their gradient.
     """
-    chosen, entropy = _LogitScores.apply(logits, target, temperature, impl)
-    return chosen, entropy
+    return _LogitScores.apply(logits, target, temperature, impl)
 
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        temperature: float,
-        impl: Impl,
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl
     ) -> tuple[Tensor, Tensor]:
         ctx.slices = _slices(hidden, weight)
         ctx.products = same_products(hidden.device)

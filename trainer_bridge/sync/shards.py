@@ -44,10 +44,15 @@ class Box(NamedTuple):
             shape.append(size)
         return Box(tuple(start), tuple(shape))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the slices that select this box in the whole tensor."""
+        bounds = zip(self.start, self.shape, strict=True)
+        return tuple(slice(first, first + size) for first, size in bounds)
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that select this box in a tensor with the elements of `outer`."""
-        bounds = zip(self.start, self.shape, outer.start, strict=True)
-        return tuple(slice(first - begin, first - begin + size) for first, size, begin in bounds)
+        return Box(difference(self.start, outer.start), self.shape).slices
 
 
 def difference(a: Ints, b: Ints) -> Ints:

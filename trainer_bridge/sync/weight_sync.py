@@ -342,7 +342,8 @@ class WeightSync:
         check_sources(self._shards, sources)
         rank, self._relay = self.agreement.rank, None
         direct = (c for c in plan.copies(rank) if c.target not in self._routes.blocked[rank])
-        scratch = scratch_for(sources, derived, self._device)
+        bases = [sources[name] for name in derived if name in sources]
+        scratch = scratch_for(bases, self._device)
         remote = {target for number, target in plan.link_bytes if number == rank}
         self._writer = Writer(direct, sources, derived, scratch, remote)
         if self._routes.indirect:

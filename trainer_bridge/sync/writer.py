@@ -115,13 +115,10 @@ class LowRank:
             product(self.b[first:last].float(), a.float(), out=out)
         torch.add(base[first:last], out, alpha=self.scale, out=out)
 
-    def merge(self, base: Tensor, dtype: torch.dtype, scratch: Tensor) -> Tensor:
-        """Return the merge, rounded once to `dtype`, with the bits that a sync writes.
-
-        `scratch` is from `scratch_for`.
-        """
-        out = torch.empty_like(base, dtype=dtype)
-        for first, last in _row_steps(base, scratch):
+    def merge(self, base: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the merge, rounded once to `dtype`, with the bits that a sync writes."""
+        out, scratch = torch.empty_like(base, dtype=dtype), scratch_for([base], base.device)
+        for first, last in _row_steps(base):
             rows = _made(first, last, base, scratch)
             self.rows(base, first, last, rows)
             out[first:last] = rows
@@ -161,25 +158,22 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         products.fp32_precision = before
 
 
-def scratch_for(
-    sources: Mapping[str, Tensor],
-    derived: Iterable[str],
-    device: torch.device | None = None,
-) -> Tensor:
-    """Allocate fp32 scratch on `device`, by default the sources', for rows of derived parameters.
+def scratch_for(bases: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Allocate fp32 scratch on `device` for the merges of shards, one step of one shard at a time.
 
     It has `SCRATCH_BYTES`, less if the shards are smaller, more if a single row needs more.
     """
-    bases = [sources[name] for name in derived if name in sources]
-    least = max((math.prod(base.shape[1:]) for base in bases), default=0)
-    most = max((base.numel() for base in bases), default=0)
-    size = max(least, min(most, SCRATCH_BYTES // 4))
-    return torch.empty(size, dtype=torch.float32, device=device or device_of(sources))
+    size = max((base[: _step_rows(base)].numel() for base in bases), default=0)
+    return torch.empty(size, dtype=torch.float32, device=device)
 
 
-def _row_steps(base: Tensor, scratch: Tensor) -> Iterator[tuple[int, int]]:
+def _step_rows(base: Tensor) -> int:
+    return max(1, SCRATCH_BYTES // 4 // max(1, math.prod(base.shape[1:])))
+
+
+def _row_steps(base: Tensor) -> Iterator[tuple[int, int]]:
     """Yield the ranges of rows (or matrices of a stack) that are computed together."""
-    rows = max(1, scratch.numel() // max(1, math.prod(base.shape[1:])))
+    rows = _step_rows(base)
     for first in range(0, len(base), rows):
         yield first, min(first + rows, len(base))
 
@@ -264,7 +258,7 @@ class Writer:
 
     def _steps_of(self, name: str, copies: Sequence[Copy]) -> Iterator[_Step]:
         base = self.sources[name]
-        for first, last in _row_steps(base, self._scratch):
+        for first, last in _row_steps(base):
             if tables := self._derived_tables(copies, first, last):
                 yield name, first, last, tables
 

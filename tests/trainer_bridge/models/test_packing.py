@@ -30,7 +30,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     rounding,
 )
 from trainer_bridge import SequenceBatch, Trainer
-from trainer_bridge.models.packing import PACKED, Packing, pack_if_possible, packed_attention, packs
+from trainer_bridge.models.packing import PACKED, Packing, pack_if_possible, packed_attention
 
 Make = Callable[..., Trainer]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -161,7 +161,7 @@ def test_packed_scores_and_gradients_match_padded(
 ) -> None:
     path = write_model(tmp_path, family, **changes)
     packed, padded = make_trainer(path), make_trainer(path, packed=False)
-    assert packs(packed.model) and not packs(padded.model)
+    assert packed.model.packs and not padded.model.packs
     torch.manual_seed(1)
     for lengths in BATCHES:
         batch = of_lengths(*lengths)
@@ -211,9 +211,9 @@ def test_only_families_with_plain_causal_attention_are_packed(
         config = AutoConfig.for_model(family, **FIELDS | changes)
         model = AutoModelForCausalLM.from_config(config)
     pack_if_possible(model, PACKED)
-    assert packs(model) == packable
+    assert model.packs == packable
     pack_if_possible(model, None)
-    assert not packs(model)
+    assert not model.packs
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_model_that_cannot_be_packed_scores_padded_sequences(
 ) -> None:
     path = write_model(tmp_path, family, **changes)
     trainer, batch = make_trainer(path), make_batch(7)
-    assert not packs(trainer.model)
+    assert not trainer.model.packs
     with torch.no_grad():
         assert_scores(trainer.compute_log_prob(batch), reference_logprobs(reference(path), batch))
     assert trainer.update_actor(batch)["grad_norm"] > 0

@@ -8,7 +8,7 @@ device like all other parameters.
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -119,11 +119,9 @@ def adapted_params(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of a model by the name of the adapted parameter."""
     adapters = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, LoraLinear):
-            name, weight = f"{path}.weight", layer.weight
-            adapters[name] = Adapter(weight, layer.lora_a, layer.lora_b, layer.scale)
-        elif isinstance(layer, LoraStack):
-            name = path.removesuffix(stack_name(""))
+        if isinstance(layer, LoraLinear | LoraStack):
+            stacked = isinstance(layer, LoraStack)
+            name = path.removesuffix(stack_name("")) if stacked else f"{path}.weight"
             weight = model.get_parameter(name)
             adapters[name] = Adapter(weight, layer.lora_a, layer.lora_b, layer.scale)
     return adapters
@@ -186,18 +184,13 @@ class Adapters:
 
     def scratch(self) -> Tensor:
         """Allocate the memory in which a sync merges the adapters."""
-        return merge_scratch(self._adapted)
+        bases = [local_shard(adapter.weight) for adapter in self._adapted.values()]
+        return scratch_for(bases, bases[0].device)
 
     def identity(self) -> dict[str, Any]:
         """Return plain data by which a checkpoint recognizes the same adapters."""
         named = {"target_modules": sorted(self._config.target_modules)}
         return dataclasses.asdict(self._config) | named
-
-
-def merge_scratch(adapted: Mapping[str, Adapter]) -> Tensor:
-    """Allocate the memory in which adapters are merged into this rank's shards of the weights."""
-    bases = {name: local_shard(adapter.weight) for name, adapter in adapted.items()}
-    return scratch_for(bases, bases)
 
 
 def factor_names(name: str) -> tuple[str, str]:
@@ -211,9 +204,7 @@ def shard_factors(adapter: Adapter) -> LowRank:
     weight, a, b, scale = adapter
     if not isinstance(weight, DTensor):
         return LowRank(a=_whole(a), b=_whole(b), scale=scale)
-    *experts, rows, columns = (
-        slice(start, start + size) for start, size in zip(*shard_box(weight), strict=True)
-    )
+    *experts, rows, columns = shard_box(weight).slices
     # Weight and B are sharded by rows, or by expert.
     alike = isinstance(b, DTensor) and b.placements == weight.placements
     return LowRank(

@@ -24,7 +24,7 @@ from torch import Tensor
 from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
 from rollout.model import open_checkpoint
-from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
+from trainer_bridge.errors import OtherRankFailed, OtherWeights, Shape, listed, misfits
 from trainer_bridge.models.files.moments_8bit import is_scales, requantize
 
 _VALUES = "values.json"
@@ -131,7 +131,8 @@ def load(
     if adapters != (stored := values.get("adapters")):
         rule = f"trains adapters {stored}, this trainer {adapters} (None: all parameters)"
         raise ValueError(f"checkpoint {directory!r} {rule}; nothing was loaded")
-    moved = _check_fit(directory, tensors)
+    whole = StoredTensors(directory, "")
+    moved = _check_fit(directory, whole.shapes, tensors)
     if began_with != (stored := values.get("began_with", began_with)):
         rule = f"the run began with other weights (digest {stored}; {began_with} now)"
         text = f"{rule}; restore the original weights; nothing was loaded"
@@ -141,9 +142,8 @@ def load(
         dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(directory))
         if moved:
             with together():
-                stored = StoredTensors(directory, "")
                 for name in moved:
-                    requantize(tensors, name, stored.read(name))
+                    requantize(tensors, name, whole.read(name))
     return values
 
 
@@ -220,13 +220,13 @@ def _complete(directory: str) -> str:
     )
 
 
-def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> list[str]:
+def _check_fit(
+    directory: str, stored: Mapping[str, Shape], tensors: Mapping[str, Tensor]
+) -> list[str]:
     """Return the names of scales that belong to other shards; all else must fit."""
-    stored = dcp.HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
-    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    moved = [name for name in tensors if is_scales(name) and shapes.get(name) != wanted[name]]
-    shapes |= {name: wanted[name] for name in moved if name in shapes}
+    moved = [name for name in tensors if is_scales(name) and stored.get(name) != wanted[name]]
+    shapes = {**stored, **{name: wanted[name] for name in moved if name in stored}}
     if problems := misfits(wanted, shapes):
         rule = f"checkpoint {directory!r} belongs to another model or optimizer"
         raise ValueError(f"{rule}, nothing was loaded: {listed(problems)}")

@@ -28,16 +28,15 @@ from trainer_bridge.models.adapters.lora import (
     adapted_params,
     base_params,
     factor_names,
-    merge_scratch,
     shard_factors,
 )
 from trainer_bridge.models.adapters.peft_format import peft_config, peft_tensors
 from trainer_bridge.models.files import checkpoint
 from trainer_bridge.models.files.initial import CheckpointFiles, files_digest, open_weights
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.models.sharded_model import meta_model
-from trainer_bridge.sync.shards import like_shard, local_shard
-from trainer_bridge.sync.writer import LowRank, scratch_for
+from trainer_bridge.models.sharded_model import meta_model, trained_params
+from trainer_bridge.sync.shards import Box, like_shard, local_shard
+from trainer_bridge.sync.writer import LowRank
 
 _FILE_BYTES = 2 << 30
 _KEPT = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -76,11 +75,7 @@ class ShardedWeights:
         """Return an adapted parameter with its adapter merged, rounded once to `dtype`."""
         adapter = self._adapted[name]
         local = local_shard(adapter.weight)
-        return _gathered(shard_factors(adapter).merge(local, dtype, self._scratch), adapter.weight)
-
-    @cached_property
-    def _scratch(self) -> Tensor:
-        return merge_scratch(self._adapted)
+        return _gathered(shard_factors(adapter).merge(local, dtype), adapter.weight)
 
 
 def _open_files(model: nn.Module, config: TrainerConfig) -> CheckpointFiles | None:
@@ -109,11 +104,7 @@ class CheckpointWeights:
         values = checkpoint.read_values(directory)
         self.config, self.model = config, meta_model(config)
         self._stored = checkpoint.StoredTensors(directory, "params.")
-        trained = {
-            name: tuple(param.shape)
-            for name, param in self.model.named_parameters()
-            if param.requires_grad
-        }
+        trained = {name: tuple(p.shape) for name, p in trained_params(self.model).items()}
         if problems := misfits(trained, self._stored.shapes):
             rule = f"checkpoint {directory!r} belongs to another model"
             raise ValueError(f"{rule}: {listed(problems)}")
@@ -137,11 +128,7 @@ class CheckpointWeights:
             b=self.read(b, self.config.torch_dtype),
             scale=adapter.scale,
         )
-        return factors.merge(self.read(name, self.config.torch_model_dtype), dtype, self._scratch)
-
-    @cached_property
-    def _scratch(self) -> Tensor:
-        return scratch_for({name: a.weight for name, a in self._adapted.items()}, self._adapted)
+        return factors.merge(self.read(name, self.config.torch_model_dtype), dtype)
 
     def _check_base(self, directory: str, began_with: str | None) -> None:
         """Raise unless the adapters were trained on the base in the model's directory."""
@@ -390,8 +377,8 @@ def _parts(
         return {}
     whole, parts = whole.detach().cpu(), {}
     for part in way:
-        box = tuple(slice(at, at + size) for at, size in zip(part.start, part.box, strict=True))
-        parts[part.name] = whole[box].reshape(part.shape).contiguous()
+        box = Box(part.start, part.box)
+        parts[part.name] = whole[box.slices].reshape(part.shape).contiguous()
     return parts
 
 

@@ -126,11 +126,7 @@ def files_digest(model: nn.Module, files: CheckpointFiles) -> str:
 
 
 def part_digest(
-    part: Tensor,
-    start: Sequence[int],
-    shape: Sequence[int],
-    first: int,
-    device: torch.device,
+    part: Tensor, start: Sequence[int], shape: Sequence[int], first: int, device: torch.device
 ) -> int:
     """Digest on `device` a part of a parameter whose elements are numbered from `first` on."""
     if not part.numel():
@@ -216,5 +212,4 @@ def randomise_weights(
 
 def part_of_rank(whole: Tensor, param: Tensor) -> Tensor:
     """Return the view of `whole`, a tensor shaped like `param`, that this rank's shard covers."""
-    start, shape = shard_box(param)
-    return whole[*(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+    return whole[shard_box(param).slices]
