@@ -6,6 +6,7 @@ refuse_hidden("kvcache")
 from rollout.config import DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
+from rollout.loop import EngineLoop, FollowingLoop
 from rollout.model.double_sparsity import heavy_channels
 from rollout.pool_size import pool_size
 from rollout.protocols import Rollout, UpdatableEngine
@@ -16,6 +17,8 @@ __all__ = [
     "DoubleSparsity",
     "Engine",
     "EngineConfig",
+    "EngineLoop",
+    "FollowingLoop",
     "KVTiers",
     "Output",
     "Progress",

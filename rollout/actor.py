@@ -14,23 +14,23 @@ from torch.distributed import ProcessGroup
 
 import memsaver.compat
 from memsaver import MemorySaver
-from rollout.actor_base import ActorBase
 from rollout.engine import Engine
 from rollout.hosted import SglangRollout, VllmRollout
+from rollout.loop.loop_actor import LoopActor
 from rollout.process_group import RankAddress
 from rollout.protocols import Rollout
-from rollout.stepping import SteppedEngine
 
 EngineKind = Literal["native", "vllm", "sglang"]
 _HOSTED: dict[str, Any] = {"vllm": VllmRollout, "sglang": SglangRollout}
 KINDS = ("native", *_HOSTED)
 
 
-class RolloutActor(ActorBase):
+class RolloutActor(LoopActor):
     """An engine in its own process, called by `actor.call.remote("generate", prompts, params)`.
 
-    The actor executes one call at a time. Arguments are pickled. Callbacks run in the actor. Of
-    the ranks of a tensor-parallel engine, the first generates, and the others `follow`.
+    With `max_concurrency` among Ray's options, the actor takes several calls at once (`LoopActor`).
+    Arguments are pickled. Of the ranks of a tensor-parallel engine, the first generates, and the
+    others `follow`.
     """
 
     held: Rollout
@@ -51,6 +51,7 @@ class RolloutActor(ActorBase):
         threads in this process; None keeps torch's default. `engine` has further arguments of the
         engine's `from_pretrained`.
         """
+        super().__init__()
         if threads is not None:
             torch.set_num_threads(threads)
         self._device, self._kind = device, kind
@@ -64,11 +65,7 @@ class RolloutActor(ActorBase):
             memsaver.compat.install("vllm.device_allocator.cumem")
         group = self._join(address, self._device)
         self.held, _ = build_engine(self._kind, self._arguments, group)
-
-    def follow(self) -> None:
-        """Follow a call of the engine's first rank; its outputs are not sent twice."""
-        assert isinstance(self.held, SteppedEngine), "SGLang runs in one process"
-        self.held.follow()
+        self.own()
 
 
 def build_engine(

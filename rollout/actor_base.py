@@ -31,11 +31,15 @@ class ActorBase:
         member = getattr(self if hasattr(type(self), method) else self.held, method)
         return member(*args, **kwargs) if callable(member) else member
 
-    def meet(self, ports: Ports | None = None) -> tuple[str, int]:
-        """Open the group's store on rank 0; return the host and port where other ranks join."""
-        import ray
+    def meet(self, ports: Ports | None = None, host: str | None = None) -> tuple[str, int]:
+        """Open the group's store on rank 0; return the host and port where other ranks join.
 
-        host = ray.util.get_node_ip_address()
+        `host` is an address of this machine; None: the address of its Ray node.
+        """
+        if host is None:
+            import ray
+
+            host = ray.util.get_node_ip_address()
         self._store = open_store(host, ports)
         return host, self._store.port
 

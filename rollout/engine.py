@@ -150,7 +150,7 @@ class Engine(EngineBase, SteppedEngine):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self.prompts = PromptSource()
-        self._decisions = StepDecisions(self._ranks)
+        self.decisions = StepDecisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
@@ -445,7 +445,7 @@ class Engine(EngineBase, SteppedEngine):
             ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
             LeaseError: Another process maps a tag.
         """
-        self._decisions.require_outside("sleep")
+        self.decisions.require_outside("sleep")
         check_sleep(level, unfinished)
         chosen, left = self._known(tags), self.scheduler.unfinished
         if left and unfinished == "refuse":
@@ -459,7 +459,7 @@ class Engine(EngineBase, SteppedEngine):
             with self._own_discards():
                 if unfinished == "abort":
                     self.scheduler.abort(left)
-                    self._decisions.abort([sample.request for sample in left])
+                    self.decisions.abort([sample.request for sample in left])
                 self.scheduler.preempt_all()
                 self._sleep_caches([tag for tag in chosen if tag != WEIGHTS], release)
         if KV_CACHE in chosen:
@@ -701,7 +701,7 @@ class Engine(EngineBase, SteppedEngine):
 
     def _settle(self, action: str, in_flight: InFlight) -> None:
         """Raise a StateError if requests run, and new weights are refused for them."""
-        self._decisions.require_outside(action)
+        self.decisions.require_outside(action)
         if (running := self.scheduler.running) and in_flight == "refuse":
             rule = f"cannot {action} while requests run: {names_of(running)}; step until they end"
             raise StateError(f'{rule}, or use in_flight="recompute" or "keep"')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -107,19 +108,22 @@ class TensorParallel:
 
         self._exchange("decision", send)
 
-    def hear(self, flags: int) -> tuple[str, list[int]]:
-        """Wait for a text and as many flags of the first rank."""
+    def hear(self, flags: int, seconds: float | None = None) -> tuple[str, list[int]]:
+        """Wait for a text and as many flags of the first rank; by default the group's seconds."""
         head = torch.empty(1 + flags, dtype=torch.int64)
-        self._exchange("decision", lambda: self._from_first(head).wait())
+        self._exchange("decision", lambda: self._from_first(head, seconds).wait())
         size, *given = head.tolist()
         content = torch.empty(size, dtype=torch.uint8)
         if size:
             self._exchange("decision", lambda: self._from_first(content).wait())
         return bytes_text(content), given
 
-    def _from_first(self, tensor: Tensor) -> dist.Work:
+    def _from_first(self, tensor: Tensor, seconds: float | None = None) -> dist.Work:
         assert self._host is not None
-        return self._host.broadcast([tensor], BroadcastOptions())
+        options = BroadcastOptions()
+        if seconds is not None:
+            options.timeout = timedelta(seconds=seconds)
+        return self._host.broadcast([tensor], options)
 
     def agree_ready(
         self, reason: str | None, kept: bool, device: torch.device

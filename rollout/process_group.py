@@ -135,15 +135,14 @@ def join_apart(
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
-    """Return a gloo group of a group's ranks, which all call this: itself, or a new one for GPUs.
+    """Return a new gloo group of a group's ranks, which all call this, with the same timeout.
 
-    It has the timeout of the group.
+    Another thread may use it beside the group.
     """
-    if "gloo" in dist.get_backend_config(group):
-        return group
-    store, own = group.get_group_store(), group.rank()
+    own, store = group.rank(), group.get_group_store()
+    kind = "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
     number = store.add(f"memsaver/host/{own}", 1)  # a group may have several engines
-    timeout = group._get_backend(torch.device("cuda")).options._timeout
+    timeout = group._get_backend(torch.device(kind)).options._timeout
     store = dist.PrefixStore(f"memsaver/host/{number}", store)
     return dist.ProcessGroupGloo(store, own, group.size(), timeout)
 

@@ -24,6 +24,7 @@ class StepDecision(NamedTuple):
         step: Whether all ranks run a step.
         more: Whether another decision belongs to the same call of the first rank.
         failed: Whether that call raised an error.
+        call: Name of the call that every rank makes now, by its own arguments; empty: none.
     """
 
     requests: Sequence[tuple[list[int], SamplingParams, bool]]
@@ -32,6 +33,7 @@ class StepDecision(NamedTuple):
     step: bool
     more: bool
     failed: bool
+    call: str
 
 
 _NEWS = Plain(SamplingParams)
@@ -49,6 +51,7 @@ class StepDecisions:
         self._requests: list[tuple[list[int], SamplingParams, bool]] = []
         self._aborted: list[int] = []
         self._dropped: list[int] = []
+        self._call = ""
 
     def require_first(self, call: str) -> None:
         """Raise a StateError on every rank but the first."""
@@ -114,16 +117,22 @@ class StepDecisions:
         """Send what is new, and a step."""
         self._send(step=True, more=self._leading)
 
+    def call(self, name: str) -> None:
+        """Send what is new, and that all ranks make a call of their own, see `EngineLoop.call`."""
+        self._call = name
+        self._send(step=False, more=False)
+
     def _send(self, step: bool, more: bool, failed: bool = False) -> None:
         """Send a decision, unless a rank has failed, which ends the engine."""
         if self._ranks.size == 1 or not self.possible:
             return
-        news = self._requests, self._aborted, self._dropped
-        self._requests, self._aborted, self._dropped = [], [], []
+        news = self._requests, self._aborted, self._dropped, self._call
+        self._requests, self._aborted, self._dropped, self._call = [], [], [], ""
         self._ranks.tell(_NEWS.text([*news]) if any(news) else "", [step, more, failed])
 
-    def receive(self) -> StepDecision:
-        """Wait for the first rank's next decision."""
-        text, flags = self._ranks.hear(3)
-        requests, aborted, dropped = _NEWS.value(text) if text else ((), (), ())
-        return StepDecision(requests, aborted, dropped, *map(bool, flags))
+    def receive(self, seconds: float | None = None) -> StepDecision:
+        """Wait for the first rank's next decision; by default as long as the group waits."""
+        text, flags = self._ranks.hear(3, seconds)
+        requests, aborted, dropped, call = _NEWS.value(text) if text else ((), (), (), "")
+        step, more, failed = map(bool, flags)
+        return StepDecision(requests, aborted, dropped, step, more, failed, call)

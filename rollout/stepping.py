@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
@@ -11,7 +12,7 @@ from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
 from rollout.engine_base import SaverSide
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
-from rollout.step_decisions import StepDecisions
+from rollout.step_decisions import StepDecision, StepDecisions
 
 
 class SteppedEngine(SaverSide):
@@ -20,9 +21,14 @@ class SteppedEngine(SaverSide):
     Of ranks that share a model, the first decides: only there are requests submitted, aborted and
     stepped. The others call `follow` beside each call of `step` or `generate`. All other methods
     are called on every rank, between these calls.
+
+    Attributes:
+        decisions: What the first rank decides for all.
+        owner: Thread of the `EngineLoop` that alone may submit, abort and step; None: any thread.
     """
 
-    _decisions: StepDecisions
+    decisions: StepDecisions
+    owner: int | None = None
     _stepped_by = ""  # the call that steps the engine now
 
     @property
@@ -62,6 +68,7 @@ class SteppedEngine(SaverSide):
         *,
         stream: bool = True,
         asleep: Literal["queue", "refuse"] = "queue",
+        name: str = "the prompt",
     ) -> int:
         """Queue a request, which later calls of `step` answer.
 
@@ -70,6 +77,7 @@ class SteppedEngine(SaverSide):
             params: Sampling parameters.
             stream: Tell each token in the step that generates it; False: all at the sample's end.
             asleep: Whether a request is queued or refused while the engine cannot generate.
+            name: What errors call the prompt.
 
         Returns:
             The number of the request, which no other request has.
@@ -81,16 +89,16 @@ class SteppedEngine(SaverSide):
         """
         if asleep not in ("queue", "refuse"):
             raise ValueError(f"asleep={asleep!r} must be queue or refuse")
-        self._decisions.require_first("submit")
+        self.decisions.require_first("submit")
         self._require_own_steps("submit")
-        self._check("the prompt", prompt, params)
+        self._check(name, prompt, params)
         if asleep == "refuse" and (reason := self.unavailable_reason()):
-            raise StateError(f"cannot submit: {reason}")
+            raise StateError(f"cannot generate: {reason}")
         return self._submit(prompt, params, stream)
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
         id = self._enqueue(prompt, params, stream)
-        self._decisions.request(prompt, params, stream)
+        self.decisions.request(prompt, params, stream)
         return id
 
     @held()
@@ -104,11 +112,12 @@ class SteppedEngine(SaverSide):
             ValueError: No request has this number, or its last output was returned.
             StateError: This is not the engine's first rank.
         """
-        self._decisions.require_first("abort")
+        self.decisions.require_first("abort")
+        self._require_owner("abort")
         if id not in self.unfinished:
             raise ValueError(f"request {id} is unknown or has ended; nothing was aborted")
         self._abort([id])
-        self._decisions.abort([id])
+        self.decisions.abort([id])
 
     @held()
     def step(self) -> list[Output]:
@@ -124,9 +133,9 @@ class SteppedEngine(SaverSide):
                 step, or of `generate`, called this, or this is not the engine's first rank.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
-        self._decisions.require_first("step")
+        self.decisions.require_first("step")
         with self._stepping("step"):
-            self._decisions.step()
+            self.decisions.step()
             return self._advance()
 
     def leading(self) -> contextlib.AbstractContextManager[None]:
@@ -135,7 +144,7 @@ class SteppedEngine(SaverSide):
         Returns:
             The context of the block, on the first rank. With one rank, it does nothing.
         """
-        return self._decisions.leading()
+        return self.decisions.leading()
 
     @held()
     def follow(self) -> list[Output]:
@@ -151,8 +160,16 @@ class SteppedEngine(SaverSide):
                 rank raises a StateError, too.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
-        self._decisions.require_following()
+        self.decisions.require_following()
         return self._follow()[0]
+
+    def obey(self, decision: StepDecision) -> list[Output]:
+        """Do what the first rank decided, except for a call that the ranks make themselves."""
+        for request in decision.requests:
+            self._enqueue(*request)
+        self._abort(decision.aborted)
+        self._drop(decision.dropped)
+        return self._advance() if decision.step else []
 
     def _follow(self) -> tuple[list[Output], bool]:
         """Do what the first rank decides until its call ends.
@@ -161,20 +178,16 @@ class SteppedEngine(SaverSide):
         """
         outputs: list[Output] = []
         refused: StateError | None = None
-        if not self._decisions.possible:
+        if not self.decisions.possible:
             raise StateError(f"cannot generate: {self.unavailable_reason()}")
-        self._decisions.check_first()
+        self.decisions.check_first()
         with self._stepping("follow"):
             while True:
-                decision = self._decisions.receive()
-                for request in decision.requests:
-                    self._enqueue(*request)
-                self._abort(decision.aborted)
-                self._drop(decision.dropped)
+                decision = self.decisions.receive()
                 try:
-                    outputs += self._advance() if decision.step else ()
+                    outputs += self.obey(decision)
                 except StateError as error:
-                    if not self._decisions.possible:
+                    if not self.decisions.possible:
                         raise
                     refused = error  # the first rank got one, too, and decides what follows
                 if not decision.more:
@@ -211,7 +224,7 @@ class SteppedEngine(SaverSide):
                 any. Later requests use no prefix that is cached now.
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
-        if self._decisions.following:
+        if self.decisions.following:
             return self._followed()
         with held(), self.leading(), self._stepping("generate"):
             if left := self.unfinished:
@@ -232,7 +245,7 @@ class SteppedEngine(SaverSide):
                 return joined(self._step_until_ended(total, on_progress))
             except BaseException:
                 self._drop(ids)
-                self._decisions.drop(ids)
+                self.decisions.drop(ids)
                 raise
 
     @held()
@@ -248,7 +261,7 @@ class SteppedEngine(SaverSide):
         outputs: list[Output] = []
         done = tokens = 0
         while done < total:
-            self._decisions.step()
+            self.decisions.step()
             for output in self._advance():
                 if output.error is not None:
                     raise output.error
@@ -270,11 +283,20 @@ class SteppedEngine(SaverSide):
             self._stepped_by = ""
 
     def _require_own_steps(self, call: str) -> None:
-        """Raise a StateError inside a step, or inside a call of `generate`."""
+        """Raise a StateError in a step or a call of `generate`, or beside a loop of the engine."""
+        self._require_owner(call)
         if self._stepped_by:
             raise StateError(
                 f"cannot call {call} from a callback of {self._stepped_by}, whose steps would "
                 f"answer it; call it when {self._stepped_by} has returned"
+            )
+
+    def _require_owner(self, call: str) -> None:
+        """Raise a StateError in all threads but the owner."""
+        if self.owner not in (None, threading.get_ident()):
+            raise StateError(
+                f"cannot call {call}: the thread of an EngineLoop steps this engine; use the "
+                f"loop's submit and generate, or close the loop"
             )
 
 

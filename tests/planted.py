@@ -399,10 +399,10 @@ BUGS = [
     ),
     Bug(
         "a request of verl whose caller left is generated to its end",
-        "trainer_bridge/adoption/verl/request_loop.py",
-        "trainer_bridge/adoption/test_request_loop.py",
-        "            self._cancelled.append(key)\n",
-        "",
+        "rollout/loop/engine_loop.py",
+        "trainer_bridge/adoption/test_named_requests.py",
+        "        if future.cancelled():\n            self.abort(future)\n",
+        "        assert future.done()\n",
     ),
     Bug(
         "an engine keeps requests whose steps failed twice",

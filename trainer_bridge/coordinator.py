@@ -16,7 +16,13 @@ from rollout.actor import build_engine
 from rollout.process_group import Ports
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor, introduce
+from trainer_bridge.remote.actor import (
+    CALLS,
+    RemoteRollout,
+    RemoteTrainer,
+    TrainerActor,
+    introduce,
+)
 from trainer_bridge.remote.group import STORE_BYTES, Place, RemoteActor, connected, cores, reserved
 from trainer_bridge.remote.placement import Placement
 from trainer_bridge.remote.receiver import RolloutRankActor
@@ -148,7 +154,8 @@ def open_ray(
             undo.enter_context(connected(address, placement.ranks, object_store_bytes))
             places = undo.enter_context(reserved(placement, on_gpu))
             start = partial(_start, undo=undo, places=places)
-            start_engines = partial(start, "rollout", ray.remote(RolloutRankActor))
+            several: dict[str, Any] = {"max_concurrency": CALLS}
+            start_engines = partial(start, "rollout", ray.remote(**several)(RolloutRankActor))
             args = _engine_rank_arguments(arguments, placement, on_gpu)
             ranks = start_engines(args, placement.engines)
             rollout = RemoteRollout(
@@ -167,8 +174,8 @@ def open_ray(
             _build_trainer(side, rollout, placement, alias)
 
         def start_again(rank: int) -> Any:
-            (actor,) = start_engines([args[rank]], [placement.engines[rank]])
-            return actor.handle
+            (new,) = start_engines([args[rank]], [placement.engines[rank]])
+            return new.handle
 
         if max_engine_restarts:
             rollout.replacer = Replacer(

@@ -104,7 +104,7 @@ class HostedRollout(EngineBase):
         self._hosted = engine
         group = engine.group
         self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)
-        self._decisions = StepDecisions(self._ranks)
+        self.decisions = StepDecisions(self._ranks)
         self.saver: MemorySaver = engine.saver
         self.store = self._laid_out(path)
         updatable = self.store.buffers.values()
@@ -180,11 +180,11 @@ class HostedRollout(EngineBase):
         """
         check_sleep(level, unfinished)
         chosen = self._known(tags)
-        self._decisions.require_outside("sleep")
+        self.decisions.require_outside("sleep")
         if unfinished == "abort":
             left = self.unfinished
             self._abort(left)
-            self._decisions.abort(left)
+            self.decisions.abort(left)
         self._require_finished("sleep")
         with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from rollout.actor import RolloutActor
 from tests.helpers.trainer_bridge.sync_hooks import half_written
@@ -55,25 +58,28 @@ def killing_trainer() -> type[TrainerActor]:
 
 
 def dying_engine(flag: Path, rank: int = 0) -> type[RolloutActor]:
-    """Return an actor class that dies while it generates, if `flag` exists, and removes `flag`.
+    """Return an actor class that dies after four steps, if `flag` exists, and removes `flag`.
 
     In an engine of several ranks, only rank `rank` dies. The class is local, so that it is pickled
     by value.
     """
 
     class DyingRollout(RolloutActor):
-        def generate(self, prompts: list[Any], params: list[Any]) -> Any:
-            def die(finished: int, samples: int, tokens: int) -> None:
-                if tokens >= 4 and self._rank() == rank and flag.exists():
+        def build(self, *args: Any) -> None:
+            super().build(*args)
+            engine: Any = self.held
+            own = dist.get_rank() if dist.is_initialized() else 0
+            name, steps = "obey" if own else "step", itertools.count()
+            usual = getattr(engine, name)
+
+            def step(*decision: Any) -> Any:
+                outputs = usual(*decision)
+                if engine.unfinished and own == rank and flag.exists() and next(steps) == 3:
                     flag.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
+                return outputs
 
-            return self.held.generate(prompts, params, on_progress=die)
-
-        def _rank(self) -> int:
-            import torch.distributed as dist
-
-            return dist.get_rank() if dist.is_initialized() else 0
+            setattr(engine, name, step)
 
     return DyingRollout
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ray
 def actor(tmp_path_factory: pytest.TempPathFactory, ray_cluster: RayCluster) -> Iterator[Any]:
     path = tmp_path_factory.mktemp("model")
     save_tiny(path, "qwen3", **TINY)
-    create = ray.remote(RolloutActor).options(num_cpus=1).remote
+    create = ray.remote(RolloutActor).options(num_cpus=1, max_concurrency=8).remote
     made = create(str(path), threads=1, engine={"kv_tokens": 512, "max_prefill_tokens": 16})
     ray.get(made.build.remote())
     yield made
@@ -66,3 +66,19 @@ def test_weights_are_updated_from_another_process(rollout: RemoteRollout) -> Non
     rollout.abort_update("the trainer is gone")
     with pytest.raises(Exception, match="the trainer is gone"):
         rollout.generate(PROMPTS, SamplingParams())
+
+
+def test_several_calls_are_answered_together(rollout: RemoteRollout) -> None:
+    version = rollout.weights_version + 1
+    rollout.verify_update(write(rollout.begin_update(version), seed=1))
+    rollout.commit_update(version)
+    long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+    waiting = rollout.submit([5, 6], long, key="talk")
+    futures = [rollout.submit(prompt, GREEDY) for prompt in PROMPTS]
+    assert [future.result(60)[0].token_ids for future in futures] == expected(1)
+    assert answers(rollout) == expected(1)
+    assert rollout.report().committed_bytes and not waiting.done()
+    with pytest.raises(Exception, match="cannot sleep with unfinished requests"):
+        rollout.sleep()
+    rollout.sleep(unfinished="abort")
+    assert waiting.result(60)[0].finish_reason == "abort"

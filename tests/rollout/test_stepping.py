@@ -109,7 +109,7 @@ def test_requests_wait_while_the_engine_sleeps(engine: Engine) -> None:
         parts[output.id, output.sample].append(output)
     engine.sleep(unfinished="recompute")
     ids.append(engine.submit(PROMPTS[1], GREEDY))
-    with pytest.raises(StateError, match="cannot submit: paused"):
+    with pytest.raises(StateError, match="cannot generate: paused"):
         engine.submit(PROMPTS[1], GREEDY, asleep="refuse")
     with pytest.raises(StateError, match="cannot generate: paused"):
         engine.step()

@@ -214,15 +214,10 @@ def test_exact_sum_of_four_ranks_adds_in_their_order(tmp_path: Path) -> None:
 
 
 def decide(rank: int, path: str) -> tuple[Any, ...]:
-    """Return answers to requests that come, leave and end between steps, and those of a call.
-
-    Decisions take a group of their own, as beside NCCL.
-    """
+    """Return answers to requests that come, leave and end between steps, and those of a call."""
     group = dist.group.WORLD
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-        Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
-        engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
+    Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
+    engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
     others: list[Callable[[], Any]] = [
         lambda: engine.submit(PROMPTS[0], GREEDY), lambda: engine.abort(0), engine.step
     ]  # fmt: skip

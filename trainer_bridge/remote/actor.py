@@ -6,13 +6,16 @@ Handles and actors (`ActorBase.call`) forward calls by method name. ray is impor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase
+from rollout.loop import Router, most_tokens
 from rollout.process_group import Ports, RankAddress, join_apart, leave
 from rollout.requests import Completion, SamplingParams, for_each
 from rollout.tag_names import TAGS
@@ -23,6 +26,9 @@ from trainer_bridge.offload import reserve_offload
 from trainer_bridge.remote.group import GRACE_SECONDS, RemoteActor, RemoteGroup
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
+
+CALLS = 32
+"""How many calls an engine's actor takes at once."""
 
 
 class EngineReplacer(Protocol):
@@ -308,6 +314,38 @@ class RemoteRollout(RemoteGroup):
             completions |= self._generate(missing, prompts, sampling)
         return [completions[number] for number in range(len(prompts))]
 
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, key: Hashable | None = None
+    ) -> Future[list[Completion]]:
+        """Begin to answer a request, together with others, on the engine that `Router` picks.
+
+        Args:
+            prompt: Token ids.
+            params: Sampling parameters.
+            key: As in `Router.pick`.
+
+        Returns:
+            The samples, or the error; ActorDied if the engine is lost, which replaces none.
+        """
+        tokens = most_tokens(prompt, params)
+        engine = self._router.pick(self.serving(), tokens, key)
+
+        def answer() -> list[Completion]:
+            try:
+                return self.of(engine).generate([prompt], [params])[0]
+            finally:
+                self._router.done(engine, tokens)
+
+        return self._callers.submit(answer)
+
+    @cached_property
+    def _router(self) -> Router:
+        return Router()
+
+    @cached_property
+    def _callers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(CALLS, thread_name_prefix="rollout")
+
     def _generate(
         self,
         numbers: Sequence[int],
@@ -361,19 +399,13 @@ def dispatch_prompts(
 ) -> list[list[int]]:
     """Divide prompts among replicas deterministically; return ascending indices by replica.
 
-    The longest requests go first, each to the replica with the least work. The work of a request is
-    the number of its prompt tokens plus the most tokens that its answers may have.
+    The longest requests choose first, see `Router`.
     """
-    work = [
-        len(ids) + max(sampling.n, sampling.beam_width) * sampling.max_tokens
-        for ids, sampling in zip(prompts, params, strict=True)
-    ]
+    work = [*map(most_tokens, prompts, params)]
     dispatched: list[list[int]] = [[] for _ in range(replicas)]
-    load = [0] * replicas
+    router = Router()
     for number in sorted(range(len(work)), key=lambda number: (-work[number], number)):
-        least = load.index(min(load))
-        dispatched[least].append(number)
-        load[least] += work[number]
+        dispatched[router.pick(range(replicas), work[number])].append(number)
     return [sorted(numbers) for numbers in dispatched]
 
 

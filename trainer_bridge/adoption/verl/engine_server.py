@@ -16,10 +16,10 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from rollout import Completion, SamplingParams
-from trainer_bridge.adoption.verl.engine_rank import EngineRanks, RankSettings
+from trainer_bridge.adoption.verl.engine_rank import RankSettings, start_ranks
 from trainer_bridge.adoption.verl.engine_rollout import server_name
+from trainer_bridge.adoption.verl.named_requests import NamedRequests
 from trainer_bridge.adoption.verl.names import ENGINE_ROLLOUT, engine_pair
-from trainer_bridge.adoption.verl.request_loop import RequestLoop
 from trainer_bridge.adoption.verl.updated_server import Outcome, UpdatedServer
 
 # Sampling parameters of verl that have no effect at these values, and are refused at others.
@@ -64,8 +64,8 @@ class EngineServer(UpdatedServer):
         path = copy_to_local(given.path, use_shm=given.get("use_shm", False))
         job = ray.get_runtime_context().get_job_id()
         settings = rank_settings(self._config, path, self._replica, self._devices, job)
-        self._ranks = await asyncio.to_thread(EngineRanks, settings)
-        self._requests = RequestLoop(self._ranks)
+        self._requests = NamedRequests(await asyncio.to_thread(start_ranks, settings))
+        self._limit: int = (await self._requests.call("max_context_len"))[0]
 
     # ---------------------------------------------------------------- requests
 
@@ -108,8 +108,7 @@ class EngineServer(UpdatedServer):
                     "text only; use rollout.name=vllm"
                 )
         prompt = normalize_token_ids(prompt_ids)
-        limit = self._ranks.max_context_len
-        params = sampling(sampling_params, self._config, len(prompt), limit, request_id)
+        params = sampling(sampling_params, self._config, len(prompt), self._limit, request_id)
         while not self._admitting.is_set():
             if self._rejecting:
                 return self._output(None, log_probs=False)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,22 @@ import pytest
 
 from memsaver import StateError
 from rollout import Completion, Engine, EngineConfig, SamplingParams, pool_size
+from rollout.loop import EngineLoop
 from rollout.model import load_model_config
 from rollout.pool_size import PoolSizeError
 from tests.helpers.models import save_tiny
-from trainer_bridge.adoption.verl.engine_rank import Ended, EngineRank, in_verls_words
-from trainer_bridge.adoption.verl.request_loop import RequestLoop
+from trainer_bridge.adoption.verl.engine_rank import in_verls_words
+from trainer_bridge.adoption.verl.named_requests import NamedRequests
 
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+class OneRank(EngineLoop):
+    """The only rank of an engine, in this process."""
+
+    def start(self, method: str, *args: Any) -> list[Future[Any]]:
+        return [self.call(partial(getattr(self.engine, method), *args))]
 
 
 @pytest.fixture
@@ -27,58 +38,42 @@ def engine(tmp_path: Path) -> Engine:
     return Engine.from_pretrained(tmp_path, kv_tokens=1024)
 
 
-class OneRank(EngineRank):
-    """The only rank of an engine, in this process."""
-
-    def __init__(self, engine: Engine) -> None:
-        unused: Any = None
-        super().__init__(unused, 0)
-        self.held = engine
-        self.called: list[str] = []
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        self.called.append(method)
-        return [super().call(method, *args, **kwargs)]
-
-    def advance(self, *args: Any, **kwargs: Any) -> Ended:
-        self.called.append("advance")
-        return super().advance(*args, **kwargs)
-
-
-def loop_over(engine: Engine) -> tuple[RequestLoop, list[str]]:
-    """Return a loop, and the list of the methods that it calls."""
+@pytest.fixture
+def requests(engine: Engine) -> Iterator[NamedRequests]:
     rank = OneRank(engine)
-    return RequestLoop(rank), rank.called
-
-
-def test_short_requests_overtake_a_long_one(engine: Engine) -> None:
-    async def run() -> None:
-        loop, called = loop_over(engine)
-        long = asyncio.ensure_future(loop.answer("long", [5, 6], LONG))
-        await asyncio.sleep(0)
-        shorts = await asyncio.gather(*[loop.answer(f"{n}", [7, n], SHORT) for n in range(3)])
-        assert [len(short.token_ids) for short in shorts] == [4] * 3 and not long.done()
-        with pytest.raises(ValueError, match="request long is unfinished"):
-            await loop.answer("long", [5], SHORT)
-        with pytest.raises(ValueError, match="the prompt needs 1200 KV tokens"):
-            await loop.answer("much", [5] * 1000, LONG)
-        await loop.call("forget_prefixes")
-        assert not long.done()
-        assert len((await long).token_ids) == 200
-        await loop.drained()
-        assert {*called} == {"advance", "forget_prefixes"} and len(called) > 200 / 4
-
-    asyncio.run(run())
+    yield NamedRequests(rank)
+    rank.close()
     engine.check_integrity()
 
 
-def test_request_whose_caller_left_leaves_the_engine(engine: Engine) -> None:
+def test_short_requests_overtake_a_long_one(requests: NamedRequests) -> None:
     async def run() -> None:
-        loop, _ = loop_over(engine)
-        asked = asyncio.ensure_future(loop.answer("left", [5, 6], LONG))
-        await loop.answer("other", [7], SHORT)
+        long = asyncio.ensure_future(requests.answer("long", [5, 6], LONG))
+        await asyncio.sleep(0)
+        shorts = await asyncio.gather(*[requests.answer(f"{n}", [7, n], SHORT) for n in range(3)])
+        assert [len(short.token_ids) for short in shorts] == [4] * 3 and not long.done()
+        with pytest.raises(ValueError, match="request long is unfinished"):
+            await requests.answer("long", [5], SHORT)
+        with pytest.raises(ValueError, match="the prompt needs 1200 KV tokens"):
+            await requests.answer("much", [5] * 1000, LONG)
+        await requests.call("forget_prefixes")
+        assert not long.done()
+        assert len((await long).token_ids) == 200
+        await requests.drained()
+
+    asyncio.run(run())
+
+
+def test_request_whose_caller_left_leaves_the_engine(
+    engine: Engine, requests: NamedRequests
+) -> None:
+    async def run() -> None:
+        asked = asyncio.ensure_future(requests.answer("left", [5, 6], LONG))
+        await requests.answer("other", [7], SHORT)
         asked.cancel()
-        await loop.drained()
+        await requests.drained()
+        while engine.unfinished:
+            await asyncio.sleep(0.01)
         assert engine.stats.computed_tokens < 200
 
     asyncio.run(run())
@@ -86,37 +81,34 @@ def test_request_whose_caller_left_leaves_the_engine(engine: Engine) -> None:
 
 @pytest.mark.parametrize("by_caller", [True, False])
 def test_name_of_a_cancelled_request_is_free_before_the_engine_notices(
-    by_caller: bool, engine: Engine
+    by_caller: bool, requests: NamedRequests
 ) -> None:
     async def run() -> None:
-        loop, _ = loop_over(engine)
-        asked = [asyncio.ensure_future(loop.answer("same", [5, 6], LONG))]
+        asked = [asyncio.ensure_future(requests.answer("same", [5, 6], LONG))]
         for _ in range(3):
             await asyncio.sleep(0)
             if by_caller:
                 asked[-1].cancel()
                 await asyncio.sleep(0)
             else:
-                assert loop.cancel("same") == ["same"] and loop.cancel("same") == []
-            asked.append(asyncio.ensure_future(loop.answer("same", [5, 6], SHORT)))
+                assert requests.cancel("same") == ["same"] and requests.cancel("same") == []
+            asked.append(asyncio.ensure_future(requests.answer("same", [5, 6], SHORT)))
         *left, last = await asyncio.gather(*asked, return_exceptions=True)
         assert isinstance(last, Completion) and len(last.token_ids) == 4
         ended = asyncio.CancelledError if by_caller else Completion
         assert all(isinstance(result, ended) for result in left)
 
     asyncio.run(run())
-    engine.check_integrity()
 
 
-def test_error_of_the_engine_reaches_every_request(engine: Engine) -> None:
+def test_error_of_the_engine_reaches_every_request(requests: NamedRequests) -> None:
     async def run() -> None:
-        loop, _ = loop_over(engine)
-        engine.sleep()
-        asked = [loop.answer(f"{n}", [n], SHORT) for n in range(2)]
+        await requests.call("sleep")
+        asked = [requests.answer(f"{n}", [n], SHORT) for n in range(2)]
         errors = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(error) for error in errors] == [StateError] * 2
-        engine.wake_up()
-        assert len((await loop.answer("0", [5], SHORT)).token_ids) == 4
+        await requests.call("wake_up")
+        assert len((await requests.answer("0", [5], SHORT)).token_ids) == 4
 
     asyncio.run(run())
 

@@ -1,0 +1,304 @@
+"""Loops of an engine: the first rank's steps it and decides, and those of the others follow."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from memsaver import StateError
+from rollout.loop.owner import OwnerThread, fail, settle
+from rollout.requests import Completion, Output, SamplingParams, for_each
+from rollout.step_decisions import StepDecision
+from rollout.stepping import SteppedEngine, joined
+
+OnOutput = Callable[[Output], None]
+_FOREVER = 10.0 * 365 * 24 * 3600  # seconds: an idle engine waits for its first rank
+_CLOSE, _FOLLOW = "close", "follow"
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: Sequence[int]
+    params: SamplingParams
+    name: str
+    asleep: Literal["queue", "refuse"]
+    on_output: OnOutput | None = None
+    future: Future[list[Completion]] = field(default_factory=Future)
+    outputs: list[Output] = field(default_factory=list)
+    ended: int = 0  # of its samples
+
+    def add(self, output: Output) -> bool:
+        """Take what is new, and return whether the request has ended."""
+        self.outputs.append(output)
+        if output.error is not None:
+            fail(self.future, output.error)
+            return True
+        if self.on_output is not None:
+            self.on_output(output)
+        self.ended += output.finish_reason is not None
+        if self.ended == self.params.n:
+            settle(self.future, lambda: joined(self.outputs)[0])
+        return self.ended == self.params.n
+
+
+class EngineLoop(OwnerThread):
+    """Thread that steps an engine while requests are unfinished, whoever submitted them.
+
+    All of its methods may be called by any thread. Requests and calls wait for the end of the
+    present step, and are then taken in their order. While the engine cannot generate, because its
+    memory sleeps or an update is open, requests wait for the call that ends this. An error of a
+    step, other than those that the engine survives, ends all requests with it.
+
+    Of ranks that share a model, the first has this loop, and the others a `FollowingLoop`.
+
+    Args:
+        engine: The engine, which no other thread may use until `close`.
+
+    Raises:
+        StateError: This is not the engine's first rank.
+    """
+
+    def __init__(self, engine: SteppedEngine) -> None:
+        engine.decisions.require_first("EngineLoop")
+        self._open: dict[int, _Request] = {}
+        self._stalled = False  # no step is possible until a call changes that
+        super().__init__(engine)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_output: OnOutput | None = None,
+        asleep: Literal["queue", "refuse"] = "refuse",
+    ) -> Future[list[Completion]]:
+        """Begin to answer a request, together with all others.
+
+        Args:
+            prompt: Token ids.
+            params: Sampling parameters.
+            on_output: Gets what is new, in the loop's thread: each token once, in the step that
+                generates it. It must be quick. An error that it raises ends the request.
+            asleep: Whether the request is queued or refused while the engine cannot generate.
+
+        Returns:
+            The samples, or the error of `Engine.submit` or of the request; a StateError once the
+            loop is closed. To cancel the future ends the request, too.
+        """
+        return self._submit([_Request(prompt, params, "the prompt", asleep, on_output)])[0]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
+        """Continue every prompt `params.n` times, and wait for all of them.
+
+        They are submitted between the same two steps, all or none of them. After any error, no
+        request of this call is left.
+
+        Args:
+            prompts: Token ids.
+            params: Sampling parameters, for all prompts or one per prompt.
+
+        Returns:
+            The samples, [prompt][sample].
+
+        Raises:
+            StateError: Names why the engine is unavailable, or the loop is closed.
+            ValueError: Names a prompt that is invalid or can never fit.
+            FloatingPointError: A log-probability is not finite.
+            RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
+        """
+        pairs = enumerate(zip(prompts, for_each(prompts, params), strict=True))
+        requests = [_Request(*pair, f"prompt {number}", "refuse") for number, pair in pairs]
+        futures = self._submit(requests)
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            self.abort(*futures)
+            raise
+        finally:
+            self.call(lambda: None, _FOLLOW)
+
+    def abort(self, *futures: Future[list[Completion]]) -> None:
+        """End requests with their present answers; those that have ended already are left alone.
+
+        Args:
+            futures: Results of `submit`.
+        """
+        self._put(partial(self._abort, {*futures}))
+
+    def close(self) -> None:
+        """End all requests and the thread, and the loops of the other ranks.
+
+        Then any thread may use the engine.
+        """
+        self._put(self._close)
+        self._thread.join()
+
+    def _submit(self, requests: Sequence[_Request]) -> list[Future[list[Completion]]]:
+        futures = [request.future for request in requests]
+        self._put(partial(self._accept, requests), *futures)
+        for future in futures:
+            future.add_done_callback(self._abort_cancelled)
+        return futures
+
+    def _abort_cancelled(self, future: Future[list[Completion]]) -> None:
+        if future.cancelled():
+            self.abort(future)
+
+    # ---------------------------------------------------------------- in the thread
+
+    def _turn(self) -> None:
+        left = self._open or self.engine.unfinished
+        if left and not self._stalled and self._inbox.empty():
+            self._step()
+        else:
+            super()._turn()
+            self._stalled = False
+
+    def _accept(self, requests: Sequence[_Request]) -> None:
+        accepted: dict[int, _Request] = {}
+        try:
+            for request in requests:
+                id = self.engine.submit(
+                    request.prompt,
+                    request.params,
+                    stream=request.on_output is not None,
+                    asleep=request.asleep,
+                    name=request.name,
+                )
+                accepted[id] = request
+        except Exception as error:
+            for id in accepted:
+                self.engine.abort(id)
+            for request in requests:
+                fail(request.future, error)
+        else:
+            self._open |= accepted
+
+    def _abort(self, futures: set[Future[list[Completion]]]) -> None:
+        for id, request in self._open.items():
+            if request.future in futures:
+                self.engine.abort(id)
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self._stalled = True
+            if not (isinstance(error, StateError) and self.engine.unavailable_reason()):
+                self._fail_all(error)
+        else:
+            for output in outputs:
+                self._deliver(output)
+
+    def _deliver(self, output: Output) -> None:
+        request = self._open.get(output.id)
+        if request is None:  # a sibling had an error
+            return
+        try:
+            ended = request.add(output)
+        except Exception as error:  # of the callback
+            fail(request.future, error)
+            if output.id in self.engine.unfinished:
+                self.engine.abort(output.id)
+            ended = True
+        if ended:
+            del self._open[output.id]
+
+    def _fail_all(self, error: Exception) -> None:
+        for request in self._open.values():
+            fail(request.future, error)
+        self._open.clear()
+        for id in self.engine.unfinished:
+            self.engine.abort(id)  # the next step tells the ends, and runs nothing
+
+    def _call(self, future: Future[Any], function: Callable[[], Any], shared: str) -> None:
+        def call() -> Any:
+            if shared:
+                self.engine.decisions.call(shared)
+            return function()
+
+        settle(future, call)
+
+    def _close(self) -> None:
+        self._fail_all(StateError("the request ended with the loop of its engine, which is closed"))
+        self.engine.step()
+        self.engine.decisions.call(_CLOSE)
+        self._closing = True
+
+
+class FollowingLoop(OwnerThread):
+    """Thread of another rank than the first: it runs the steps that the first decides.
+
+    Its own calls run between two of them, the shared ones where the first rank's loop makes them.
+
+    Args:
+        engine: The engine, which no other thread may use until `close`.
+
+    Raises:
+        StateError: This is the engine's first rank.
+    """
+
+    def __init__(self, engine: SteppedEngine) -> None:
+        engine.decisions.require_following()
+        self._heard = deque[StepDecision]()
+        self._calls: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        super().__init__(engine)
+        threading.Thread(target=self._hear, daemon=True, name="decisions").start()
+
+    def follow(self) -> None:
+        """Wait until a call of `generate` of the first rank's loop has ended."""
+        self.call(lambda: None, _FOLLOW).result()
+
+    def close(self) -> None:
+        """Wait until the first rank's loop is closed. Then any thread may use the engine."""
+        self._thread.join()
+
+    def _hear(self) -> None:
+        """Pass the first rank's decisions on to the thread, which takes calls meanwhile."""
+        last = False
+        while not last:
+            try:
+                decision = self.engine.decisions.receive(_FOREVER)
+                last = decision.call == _CLOSE
+                self._put(partial(self._follow, decision))
+            except Exception as error:
+                last = True
+                self._put(partial(self._lost, error))
+
+    # ---------------------------------------------------------------- in the thread
+
+    def _call(self, future: Future[Any], function: Callable[[], Any], shared: str) -> None:
+        if shared:
+            self._calls[shared].append(partial(settle, future, function))
+            self._go_on()
+        else:
+            settle(future, function)
+
+    def _follow(self, decision: StepDecision) -> None:
+        self._heard.append(decision)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what the first rank has decided, until it is a call that has not come here yet."""
+        while self._heard:
+            decision = self._heard[0]
+            if decision.call not in ("", _CLOSE) and not self._calls[decision.call]:
+                return
+            self._heard.popleft()
+            with contextlib.suppress(StateError):  # the first rank got one, too
+                self.engine.obey(decision)
+            if decision.call == _CLOSE:
+                self._closing = True
+            elif decision.call:
+                self._calls[decision.call].popleft()()
+
+    def _lost(self, error: Exception) -> None:
+        """End the loop with an error: the first rank does not decide any more."""
+        raise error

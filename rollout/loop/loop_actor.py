@@ -1,0 +1,86 @@
+"""The process of one rank of an engine that a loop owns, called by method name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from rollout.actor_base import ActorBase
+from rollout.loop.engine_loop import EngineLoop, FollowingLoop
+from rollout.loop.owner import settle
+from rollout.requests import Completion, SamplingParams
+from rollout.stepping import SteppedEngine
+
+SHARED = {
+    "abort_update", "alias_update", "begin_update", "commit_update", "forget_prefixes", "load",
+    "serve_update", "shrink", "sleep", "sync_weights", "wake_up",
+}  # fmt: skip
+"""Methods that change what a step computes: all ranks call them between the same two steps."""
+_WITHOUT_ENGINE = {"build", "follow", "generate", "meet", "pid"}
+
+
+class LoopActor(ActorBase):
+    """Process whose `held` engine answers several callers at once, from `own` on.
+
+    Requests of all callers are computed together. Other calls run between two steps, in their
+    order; the methods of `SHARED` must be called on every rank of the engine. An engine that is not
+    stepped (SGLang) takes one call at a time.
+    """
+
+    _loop: EngineLoop | FollowingLoop | None = None
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()  # of an engine without a loop
+
+    def own(self) -> None:
+        """Let a loop own the held engine from now on."""
+        if isinstance(self.held, SteppedEngine):
+            first = not self.held.decisions.following
+            self._loop = EngineLoop(self.held) if first else FollowingLoop(self.held)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method, or read a property, and wait for the answer; see `begin`."""
+        return self.begin(method, *args, **kwargs).result()
+
+    def begin(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method, or read a property, of the actor or else of the engine.
+
+        Return its answer or error. Without a loop, and in the loop's own thread, that is there on
+        return.
+        """
+        call = partial(super().call, method, *args, **kwargs)
+        future: Future[Any] = Future()
+        if method in _WITHOUT_ENGINE or (self._loop is not None and self._loop.inside):
+            settle(future, call)
+        elif self._loop is None:
+            with self._turn:
+                settle(future, call)
+        else:
+            future = self._loop.call(call, shared=method if method in SHARED else "")
+        return future
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
+        """Begin to answer a request, on the first rank; see `EngineLoop.submit`."""
+        assert isinstance(self._loop, EngineLoop), "only the first rank takes requests"
+        return self._loop.submit(prompt, params)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
+        """Answer prompts, on the first rank; see `Engine.generate`. The other ranks `follow`."""
+        if isinstance(self._loop, EngineLoop):
+            return self._loop.generate(*args, **kwargs)
+        with self._turn:
+            answers: list[list[Completion]] = self.held.generate(*args, **kwargs)
+        return answers
+
+    def follow(self) -> None:
+        """Wait until a call of `generate` of the first rank has ended."""
+        assert isinstance(self._loop, FollowingLoop), "the first rank decides"
+        self._loop.follow()
+
+    def abort(self, *futures: Future[list[Completion]]) -> None:
+        """End requests of `submit` with their present answers."""
+        assert isinstance(self._loop, EngineLoop), "only the first rank takes requests"
+        self._loop.abort(*futures)

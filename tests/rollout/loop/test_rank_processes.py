@@ -1,0 +1,71 @@
+"""An engine of two ranks in processes of its own, which this process starts and calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from memsaver import StateError
+from rollout import Engine, SamplingParams
+from rollout.loop.loop_actor import LoopActor
+from rollout.loop.rank_processes import RankProcesses
+from rollout.process_group import RankAddress
+from tests.helpers.models import save_tiny
+
+LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+class Rank(LoopActor):
+    """One rank of an engine on the CPU."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        super().__init__()
+        self._path, self._rank = path, rank
+
+    def build(self, places: list[RankAddress | None]) -> None:
+        if not self._path:
+            raise OSError(f"no model for rank {self._rank}")
+        torch.set_num_threads(1)
+        group = self._join(places[self._rank], "cpu")
+        sizes = {"kv_tokens": 1024, "tensor_parallel_size": len(places)}
+        self.held = Engine.from_pretrained(self._path, group=group, **sizes)
+        self.own()
+
+
+def test_ranks_answer_together_and_end_together(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2", num_attention_heads=4, num_key_value_heads=2)
+    ranks = RankProcesses(partial(Rank, str(tmp_path)), 2)
+    try:
+        left, cancelled = ranks.submit([5, 6], LONG), ranks.submit([6], LONG)
+        shorts = [ranks.submit([7, number], SHORT) for number in range(3)]
+        assert [len(short.result(60)[0].token_ids) for short in shorts] == [4, 4, 4]
+        assert not left.done() and cancelled.cancel()
+        with pytest.raises(StateError, match="cannot sleep with unfinished requests"):
+            ranks.call("sleep")
+        ranks.abort(left)
+        assert left.result(60)[0].finish_reason == "abort"
+        ranks.call("sleep")
+        assert [report.committed_bytes for report in ranks.call("report")] == [0, 0]
+        with pytest.raises(StateError, match="cannot generate: paused"):
+            ranks.submit([5], SHORT).result(60)
+        ranks.call("wake_up")
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            ranks.submit([], SHORT).result(60)
+        last = ranks.submit([5, 6], LONG)
+        os.kill(ranks.call("pid")[1], signal.SIGKILL)
+        for future in (last, *ranks.start("report")):
+            with pytest.raises(StateError, match="a process of the engine has ended"):
+                future.result(60)
+    finally:
+        ranks.close()
+
+
+def test_error_of_a_rank_at_its_start_is_raised_here() -> None:
+    with pytest.raises(OSError, match="no model for rank 0"):
+        RankProcesses(partial(Rank, ""), 1)
