@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rollout.actor_base import ActorBase
 from rollout.loop.engine_loop import EngineLoop, FollowingLoop
 from rollout.loop.owner import settle
-from rollout.requests import Completion, SamplingParams
+from rollout.requests import Completion
 from rollout.stepping import SteppedEngine
 
 SHARED = {
@@ -28,9 +27,12 @@ class LoopActor(ActorBase):
     Requests of all callers are computed together. Other calls run between two steps, in their
     order; the methods of `SHARED` must be called on every rank of the engine. An engine that is not
     stepped (SGLang) takes one call at a time.
+
+    Attributes:
+        loop: Owns the engine; None: no engine, or one that is not stepped.
     """
 
-    _loop: EngineLoop | FollowingLoop | None = None
+    loop: EngineLoop | FollowingLoop | None = None
 
     def __init__(self) -> None:
         self._turn = threading.Lock()  # of an engine without a loop
@@ -39,7 +41,7 @@ class LoopActor(ActorBase):
         """Let a loop own the held engine from now on."""
         if isinstance(self.held, SteppedEngine):
             first = not self.held.decisions.following
-            self._loop = EngineLoop(self.held) if first else FollowingLoop(self.held)
+            self.loop = EngineLoop(self.held) if first else FollowingLoop(self.held)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, or read a property, and wait for the answer; see `begin`."""
@@ -53,34 +55,24 @@ class LoopActor(ActorBase):
         """
         call = partial(super().call, method, *args, **kwargs)
         future: Future[Any] = Future()
-        if method in _WITHOUT_ENGINE or (self._loop is not None and self._loop.inside):
+        if method in _WITHOUT_ENGINE or (self.loop is not None and self.loop.inside):
             settle(future, call)
-        elif self._loop is None:
+        elif self.loop is None:
             with self._turn:
                 settle(future, call)
         else:
-            future = self._loop.call(call, shared=method if method in SHARED else "")
+            future = self.loop.call(call, shared=method if method in SHARED else "")
         return future
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Future[list[Completion]]:
-        """Begin to answer a request, on the first rank; see `EngineLoop.submit`."""
-        assert isinstance(self._loop, EngineLoop), "only the first rank takes requests"
-        return self._loop.submit(prompt, params)
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
         """Answer prompts, on the first rank; see `Engine.generate`. The other ranks `follow`."""
-        if isinstance(self._loop, EngineLoop):
-            return self._loop.generate(*args, **kwargs)
+        if isinstance(self.loop, EngineLoop):
+            return self.loop.generate(*args, **kwargs)
         with self._turn:
             answers: list[list[Completion]] = self.held.generate(*args, **kwargs)
         return answers
 
     def follow(self) -> None:
         """Wait until a call of `generate` of the first rank has ended."""
-        assert isinstance(self._loop, FollowingLoop), "the first rank decides"
-        self._loop.follow()
-
-    def abort(self, *futures: Future[list[Completion]]) -> None:
-        """End requests of `submit` with their present answers."""
-        assert isinstance(self._loop, EngineLoop), "only the first rank takes requests"
-        self._loop.abort(*futures)
+        assert isinstance(self.loop, FollowingLoop), "the first rank decides"
+        self.loop.follow()

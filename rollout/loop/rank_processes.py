@@ -190,11 +190,12 @@ def _run(channel: Connection, make: Callable[[int], LoopActor], rank: int) -> No
             number, method, args, kwargs = pickle.loads(channel.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # without waiting for the threads of CUDA and of the other ranks
+        loop: Any = actor.loop
         if method == "abort":
             (ended,) = args
-            actor.abort(*[asked[known] for known in ended if known in asked])
+            loop.abort(*[asked[known] for known in ended if known in asked])
         elif method == "submit":
-            asked[number] = actor.submit(*args, **kwargs)
+            asked[number] = loop.submit(*args, **kwargs)
             asked[number].add_done_callback(partial(answer, number))
         else:
             actor.begin(method, *args, **kwargs).add_done_callback(partial(answer, number))

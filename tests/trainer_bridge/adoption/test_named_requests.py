@@ -40,7 +40,7 @@ def engine(tmp_path: Path) -> Engine:
 
 @pytest.fixture
 def requests(engine: Engine) -> Iterator[NamedRequests]:
-    rank = OneRank(engine)
+    rank: Any = OneRank(engine)
     yield NamedRequests(rank)
     rank.close()
     engine.check_integrity()

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from rollout import Completion, SamplingParams
-
-
-class Ranks(Protocol):
-    """The ranks of an engine; see `RankProcesses`."""
-
-    def submit(self, prompt: list[int], params: SamplingParams) -> Future[list[Completion]]:
-        """Begin to answer a request."""
-
-    def abort(self, *futures: Future[list[Completion]]) -> None:
-        """End requests with their present answers."""
-
-    def start(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call a method of all ranks, and return the answers by rank."""
+from rollout.loop import RankProcesses
 
 
 class NamedRequests:
@@ -29,7 +17,7 @@ class NamedRequests:
         ranks: The ranks of the engine.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankProcesses) -> None:
         self._ranks = ranks
         self._named: dict[str, Future[list[Completion]]] = {}  # that nobody has cancelled
         self._open = 0
