@@ -4,7 +4,7 @@ from memsaver.system.hidden_packages import refuse_hidden
 
 refuse_hidden("kvcache")
 from rollout.config import DoubleSparsity, EngineConfig, KVTiers
-from rollout.engine import Engine
+from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.loop import EngineLoop, FollowingLoop
 from rollout.model.double_sparsity import heavy_channels

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 import memsaver.compat
 from memsaver import MemorySaver
-from rollout.engine import Engine
+from rollout.engine.engine import Engine
 from rollout.hosted import SglangRollout, VllmRollout
 from rollout.loop.loop_actor import LoopActor
 from rollout.process_group import RankAddress

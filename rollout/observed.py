@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from memsaver.system.replaced import replaced
-from rollout.engine import Engine
+from rollout.engine.engine import Engine
 from rollout.model import decoder
 from rollout.model.mixers import attention
-from rollout.serving import runner
+from rollout.running import runner
 
 Listener = Callable[[str, Tensor], None]
 """(operation, rows [T, ...]): the input or the result of the module whose weights are used."""

@@ -1,8 +1,8 @@
 """Tensor parallelism: the collectives of an engine whose ranks all run the same requests.
 
 Every rank has its own heads, MLP columns and vocabulary rows (`rollout.weights.params`). The first
-rank tells the others of requests and steps (`rollout.step_decisions`); all schedule and sample
-identically. A wait for a rank that failed ends with the group's timeout.
+rank tells the others of requests and steps (`rollout.engine.step_decisions`); all schedule and
+sample identically. A wait for a rank that failed ends with the group's timeout.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, rank_groups, rank_layout
 from rollout.ops.attention_kernels import split_count
 from rollout.parallel import STAGING_BYTES, TensorParallel
-from rollout.serving.kv_cache import window_tokens
+from rollout.scheduling.kv_cache import window_tokens
 from rollout.weights.store import arena_nbytes
 
 CPU_TOKENS = 4096  # of a pool on a CPU, whose memory other programs use, too

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from memsaver import Ticket
-from rollout.engine_base import PeerSaver
+from rollout.engine.engine_base import PeerSaver
 from rollout.requests import Completion, SamplingParams
 from rollout.weights.messages import (
     PackedBox,

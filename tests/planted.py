@@ -252,7 +252,7 @@ BUGS = [
     ),
     Bug(
         "an aborted sample keeps its swapped pages on the host",
-        "rollout/serving/scheduler.py",
+        "rollout/scheduling/scheduler.py",
         "rollout/test_swap.py",
         "            self.blocks.forget(sample.swapped)\n",
         "",
@@ -266,14 +266,14 @@ BUGS = [
     ),
     Bug(
         "a fork shares cached pages without locking them",
-        "rollout/serving/prefix.py",
-        "rollout/disagg/test_split.py",
+        "rollout/scheduling/prefix.py",
+        "rollout/split/test_split.py",
         "            self.cache.inc_lock_ref(self._held[child].node)\n",
         "",
     ),
     Bug(
         "a sample's random numbers depend on its row in the batch",
-        "rollout/serving/runner.py",
+        "rollout/running/runner.py",
         "rollout/test_engine.py",
         "(member.seed, member.index, len(member.output)) for member in samples",
         "(member.seed, row, len(member.output)) for row, member in enumerate(samples)",
@@ -406,7 +406,7 @@ BUGS = [
     ),
     Bug(
         "an engine keeps requests whose steps failed twice",
-        "rollout/engine.py",
+        "rollout/engine/engine.py",
         "rollout/test_stepping.py",
         '        self.scheduler.abort(guilty, "error")\n',
         "",

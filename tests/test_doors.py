@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import Completion, DoubleSparsity, Engine, SamplingParams, heavy_channels
-from rollout.disagg import MappedTransport, PromptServer, RemotePrompts
+from rollout.split import MappedTransport, PromptServer, RemotePrompts
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.peers import Peer
 from tests.helpers.rollout.answers import GAP, ids, random_prompts

@@ -18,7 +18,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import deliver, held
-from rollout.engine_base import PeerSaver, handing_over
+from rollout.engine import PeerSaver, handing_over
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.models.files.moments_8bit import moment_specs
 from trainer_bridge.models.runtime import ALIGN

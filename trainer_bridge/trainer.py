@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memsaver import MemorySaver
 from memsaver.errors import StateError
-from rollout.engine_base import InFlight, SaverSide
+from rollout.engine import InFlight, SaverSide
 from rollout.protocols import ShardedEngine, UpdatableEngine
 from rollout.weights import Manifest
 from trainer_bridge.config import Dtype, TrainerConfig

@@ -17,7 +17,8 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
-from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
+from rollout.engine.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
+from rollout.engine.step_decisions import StepDecisions
 from rollout.hosted.load_recorder import (
     check_filled,
     check_taken,
@@ -29,7 +30,6 @@ from rollout.hosted.load_recorder import (
 from rollout.model.loading import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
 from rollout.requests import SamplingParams
-from rollout.step_decisions import StepDecisions
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import WeightPages

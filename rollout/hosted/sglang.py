@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from memsaver import StateError
-from rollout.engine_base import PeerSaver
+from rollout.engine.engine_base import PeerSaver
 from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request, require_sampling
 from rollout.hosted.sglang_process import Answers, SglangEngine
 from rollout.model.hub import resolve_model

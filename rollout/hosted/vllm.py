@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from memsaver import StateError
+from rollout.engine.stepping import SteppedEngine
 from rollout.hosted.base import DEFAULT_TOKENS, HostedRollout, Request, require_sampling
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model.hub import resolve_model
 from rollout.model.model_folder import token_ids
 from rollout.parallel import TensorParallel
 from rollout.requests import Output, SamplingParams, not_token_ids
-from rollout.stepping import SteppedEngine
 
 
 class VllmRollout(HostedRollout, SteppedEngine):

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Literal
 
 from memsaver import StateError
+from rollout.engine.step_decisions import StepDecision
+from rollout.engine.stepping import SteppedEngine, joined
 from rollout.loop.owner import OwnerThread, fail, settle
 from rollout.requests import Completion, Output, SamplingParams, for_each
-from rollout.step_decisions import StepDecision
-from rollout.stepping import SteppedEngine, joined
 
 OnOutput = Callable[[Output], None]
 _FOREVER = 10.0 * 365 * 24 * 3600  # seconds: an idle engine waits for its first rank

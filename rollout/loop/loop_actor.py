@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from rollout.actor_base import ActorBase
+from rollout.engine.stepping import SteppedEngine
 from rollout.loop.engine_loop import EngineLoop, FollowingLoop
 from rollout.loop.owner import settle
 from rollout.requests import Completion
-from rollout.stepping import SteppedEngine
 
 SHARED = {
     "abort_update", "alias_update", "begin_update", "commit_update", "forget_prefixes", "load",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from memsaver import StateError
-from rollout.stepping import SteppedEngine
+from rollout.engine.stepping import SteppedEngine
 
 _Value = TypeVar("_Value")
 _log = logging.getLogger("rollout")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout import Completion, Engine, SamplingParams
-from rollout.serving.beam import BeamSearch
+from rollout.scheduling.beam import BeamSearch
 from tests.helpers.case_selection import pairwise
 from tests.helpers.models import MLA
 from tests.helpers.rollout.answers import GAP, ids, random_prompts

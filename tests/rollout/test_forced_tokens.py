@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rollout import Engine, SamplingParams
-from rollout.disagg import MappedTransport, PromptServer, RemotePrompts
 from rollout.observed import Listener, observed
+from rollout.split import MappedTransport, PromptServer, RemotePrompts
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import Peer
 from tests.helpers.rollout.split import Split, by_steps

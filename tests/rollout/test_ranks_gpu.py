@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from memsaver.memory import empty_torch_cache
 from rollout import Engine, SamplingParams
-from rollout.serving.runner import ladder
+from rollout.running.graphs import ladder
 from tests.helpers.memory import Scribbler, counted, process_bytes
 from tests.helpers.models import DEEPSEEK_MOE, MLA, save_tiny
 from tests.helpers.ranks import results, start_ranks

@@ -7,9 +7,9 @@ from kvcache import BlockManager, RadixCache, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from rollout.config import EngineConfig
 from rollout.requests import SamplingParams
-from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.samples import Sample, Step
-from rollout.serving.scheduler import Scheduler
+from rollout.scheduling.prefix import PrefixBlocks
+from rollout.scheduling.samples import Sample, Step
+from rollout.scheduling.scheduler import Scheduler
 from tests.helpers.kvcache.blocks import make_pool, make_windowed
 from tests.helpers.rollout.tiered_world import queued
 

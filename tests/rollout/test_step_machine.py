@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout import Engine, SamplingParams
-from rollout.serving.samples import Step
+from rollout.scheduling.samples import Step
 from tests.helpers.case_selection import rounds
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import random_prompts

@@ -11,7 +11,7 @@ import pytest
 
 from memsaver import StateError
 from rollout import Completion, Engine, Output, SamplingParams
-from rollout.serving.samples import Step
+from rollout.scheduling.samples import Step
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from memsaver import StateError
 from rollout import Completion, Engine, EngineConfig, KVTiers, Output, SamplingParams
+from rollout.engine.stepping import joined
 from rollout.model import load_model_config
 from rollout.parallel import TensorParallel
-from rollout.serving.samples import Step
-from rollout.stepping import joined
+from rollout.scheduling.samples import Step
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.peers import Failed, Peer

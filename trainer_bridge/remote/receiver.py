@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from memsaver.system.devices import place_of
 from rollout.actor import RolloutActor
-from rollout.engine_base import InFlight
+from rollout.engine import InFlight
 from rollout.process_group import RankAddress, join_apart, leave
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync

@@ -31,7 +31,7 @@ import memsaver
 from memsaver.ops.hash import MASK64
 from memsaver.system.devices import place_of
 from memsaver.system.torch_defaults import torch_defaults, with_torch_defaults
-from rollout.engine_base import InFlight
+from rollout.engine import InFlight
 from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from rollout import Completion, Engine, Output, SamplingParams
-from rollout.disagg import (
+from rollout.engine.stepping import joined
+from rollout.split import (
     GroupTransport,
     MappedTransport,
     PromptServer,
     RemotePrompts,
     Transport,
 )
-from rollout.stepping import joined
 
 KEY = b"tests"
 MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}

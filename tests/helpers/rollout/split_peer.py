@@ -6,7 +6,7 @@ import threading
 
 import zmq
 
-from rollout.disagg.control import Hello, Message, curve_keys, decode, encode
+from rollout.split.control import Hello, Message, curve_keys, decode, encode
 
 
 class Far:

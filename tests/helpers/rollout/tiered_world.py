@@ -15,10 +15,10 @@ import torch
 from kvcache import BlockManager, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from rollout import EngineConfig, KVTiers, SamplingParams
-from rollout.serving.prefix import Swapped
-from rollout.serving.samples import Sample
-from rollout.serving.scheduler import Scheduler
-from rollout.serving.tiers import TieredBlocks
+from rollout.scheduling.prefix import Swapped
+from rollout.scheduling.samples import Sample
+from rollout.scheduling.scheduler import Scheduler
+from rollout.scheduling.tiers import TieredBlocks
 from tests.helpers.kvcache.blocks import make_pool
 from tests.helpers.rollout.poison import fill
 

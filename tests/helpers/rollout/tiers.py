@@ -12,7 +12,7 @@ import torch
 
 from kvcache.pools import TokenPool
 from rollout import Engine, KVTiers
-from rollout.serving.tiers import TieredBlocks
+from rollout.scheduling.tiers import TieredBlocks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.poison import fill
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvcache import ReqHandle
 from kvcache.tiers import HostTransfer
 from rollout.requests import FinishReason, Output, SamplingParams
-from rollout.serving.beam import BeamSearch
-from rollout.serving.prefix import Swapped
+from rollout.scheduling.beam import BeamSearch
+from rollout.scheduling.prefix import Swapped
 
 RoutedExperts = NDArray[Any]
 """[tokens, layers with experts, top_k], uint8, or int16 for more than 256 experts."""
@@ -77,7 +77,7 @@ class Sample:
     beams: BeamGroup | None = None  # the search of which this sample is a branch
     score: float | None = None  # rank value of a beam search's finished answer
     swapped: Swapped | None = None  # keys and values on the host, while the sample waits for pages
-    remote: bool = False  # whether another engine computes the prompt (`rollout.disagg`)
+    remote: bool = False  # whether another engine computes the prompt (`rollout.split`)
     routing: SampleRouting = field(default_factory=SampleRouting)
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rollout.serving.samples import Sample, Step
+from rollout.scheduling.samples import Sample, Step
 
 
 class PromptSource:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rollout.disagg import control
-from rollout.disagg.control import Closed, Hello, Message, RankPeers, Refused
+from rollout.split import control
+from rollout.split.control import Closed, Hello, Message, RankPeers, Refused
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.ports import free_port
 from tests.helpers.rollout.split_peer import Far

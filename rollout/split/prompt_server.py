@@ -13,13 +13,13 @@ from kvcache.ops import gather_staged
 from kvcache.staging import HeadSlice, Watermark, head_writers, may_fill
 from memsaver import StateError
 from memsaver.content_watch import lost_by_others
-from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
-from rollout.disagg.transport import Transport
-from rollout.engine import Engine
+from rollout.engine.engine import Engine
 from rollout.errors import PeerLostError
-from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.prompt_source import PromptSource
-from rollout.serving.samples import Sample
+from rollout.scheduling.prefix import PrefixBlocks
+from rollout.scheduling.prompt_source import PromptSource
+from rollout.scheduling.samples import Sample
+from rollout.split.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
+from rollout.split.transport import Transport
 from rollout.tag_names import KV_CACHE
 
 _WAIT_SECONDS = 0.05  # wait for messages when there is nothing to compute

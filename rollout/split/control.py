@@ -21,7 +21,7 @@ from memsaver.system.plain import Plain
 from rollout.model.decoder import ModelConfig
 from rollout.parallel import TensorParallel
 from rollout.requests import SamplingParams
-from rollout.serving.kv_cache import Cache
+from rollout.scheduling.kv_cache import Cache
 
 try:
     import zmq
@@ -174,7 +174,7 @@ def curve_keys(key: bytes) -> tuple[bytes, bytes]:
     The public key is never sent and cannot be computed without `key`, so a process without it
     cannot even begin a handshake.
     """
-    secret = z85.encode(hashlib.sha256(b"rollout.disagg " + key).digest())
+    secret = z85.encode(hashlib.sha256(b"rollout.split " + key).digest())
     return zmq.curve_public(secret), secret
 
 

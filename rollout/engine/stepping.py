@@ -10,9 +10,9 @@ from typing import Literal
 
 from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
-from rollout.engine_base import SaverSide
+from rollout.engine.engine_base import SaverSide
+from rollout.engine.step_decisions import StepDecision, StepDecisions
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
-from rollout.step_decisions import StepDecision, StepDecisions
 
 
 class SteppedEngine(SaverSide):

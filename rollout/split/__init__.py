@@ -1,9 +1,9 @@
 """Prefill and decode by two engines in separate processes, with any two tensor-parallel sizes."""
 
-from rollout.disagg.prompt_server import PromptServer
-from rollout.disagg.remote_prompts import RemotePrompts, SplitStats
-from rollout.disagg.transport import GroupTransport, MappedTransport, Transport
 from rollout.errors import PeerLostError
+from rollout.split.prompt_server import PromptServer
+from rollout.split.remote_prompts import RemotePrompts, SplitStats
+from rollout.split.transport import GroupTransport, MappedTransport, Transport
 
 __all__ = [
     "GroupTransport",

@@ -20,11 +20,11 @@ from torch import Tensor
 from kvcache.staging import Watermark
 from memsaver import MemorySaver, StateError
 from rollout import Engine, SamplingParams
-from rollout.disagg import GroupTransport, MappedTransport, PromptServer, RemotePrompts
-from rollout.disagg.control import Ask, Closed, Filled, Hello, Range, Refused, StagedCache
 from rollout.errors import PeerLostError
 from rollout.parallel import TensorParallel
-from rollout.serving.samples import Step
+from rollout.scheduling.samples import Step
+from rollout.split import GroupTransport, MappedTransport, PromptServer, RemotePrompts
+from rollout.split.control import Ask, Closed, Filled, Hello, Range, Refused, StagedCache
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.saved import Saved

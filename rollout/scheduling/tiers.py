@@ -11,7 +11,7 @@ from kvcache import BlockManager, PrefixMatch, ReqHandle
 from kvcache.pools import TokenPool
 from kvcache.tiers import DiskTier, HostKVCache, HostTransfer, TieredPrefixCache, page_hashes
 from rollout.config import KVTiers
-from rollout.serving.prefix import PrefixBlocks, Swapped
+from rollout.scheduling.prefix import PrefixBlocks, Swapped
 
 _log = logging.getLogger("rollout")
 

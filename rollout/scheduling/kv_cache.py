@@ -26,8 +26,8 @@ from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
 from rollout.config import DoubleSparsity, EngineConfig, first_tokens, why_one_size
 from rollout.model.decoder import ModelConfig, rank_layout
-from rollout.serving.prefix import Elastic, PrefixBlocks, StatePrefixBlocks
-from rollout.serving.tiers import TieredBlocks
+from rollout.scheduling.prefix import Elastic, PrefixBlocks, StatePrefixBlocks
+from rollout.scheduling.tiers import TieredBlocks
 from rollout.tag_names import KV_CACHE
 
 _log = logging.getLogger("rollout")

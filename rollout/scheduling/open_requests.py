@@ -10,9 +10,9 @@ import numpy as np
 from memsaver.ops.hash import splitmix64_int
 from rollout.model.decoder import ModelConfig
 from rollout.requests import Output, SamplingParams, not_token_ids
-from rollout.serving.beam import check_vocabulary
-from rollout.serving.samples import BeamGroup, Sample
-from rollout.serving.scheduler import Scheduler
+from rollout.scheduling.beam import check_vocabulary
+from rollout.scheduling.samples import BeamGroup, Sample
+from rollout.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger("rollout")
 

@@ -13,12 +13,12 @@ from kvcache import ReqHandle
 from kvcache.ops import Writers, scatter_staged
 from kvcache.staging import StagingAllocator, head_writers
 from memsaver import StateError
-from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
-from rollout.disagg.transport import Transport
-from rollout.engine import Engine
+from rollout.engine.engine import Engine
 from rollout.errors import PeerLostError
-from rollout.serving.prompt_source import PromptSource
-from rollout.serving.samples import Chunk, Sample, Step
+from rollout.scheduling.prompt_source import PromptSource
+from rollout.scheduling.samples import Chunk, Sample, Step
+from rollout.split.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
+from rollout.split.transport import Transport
 
 _WAIT_SECONDS = 0.05  # wait for messages when there is nothing to decode
 _ALIGNMENT = 256  # alignment of ranges in the ring, in bytes

@@ -19,7 +19,9 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
-from rollout.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
+from rollout.engine.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
+from rollout.engine.step_decisions import StepDecisions
+from rollout.engine.stepping import SteppedEngine
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
@@ -29,14 +31,14 @@ from rollout.ops.token_sampling import Sent
 from rollout.parallel import TensorParallel
 from rollout.pool_size import ALONE, free_share, sized
 from rollout.requests import Output, SamplingParams
-from rollout.serving.kv_cache import Cache
-from rollout.serving.open_requests import OpenRequests
-from rollout.serving.prompt_source import PromptSource
-from rollout.serving.runner import DecodeGraphs, ModelRunner, StepRouting, ladder
-from rollout.serving.samples import EngineStats, Sample, Step, names_of
-from rollout.serving.scheduler import Scheduler
-from rollout.step_decisions import StepDecisions
-from rollout.stepping import SteppedEngine
+from rollout.running.graphs import DecodeGraphs, ladder
+from rollout.running.runner import ModelRunner
+from rollout.running.step_routing import StepRouting
+from rollout.scheduling.kv_cache import Cache
+from rollout.scheduling.open_requests import OpenRequests
+from rollout.scheduling.prompt_source import PromptSource
+from rollout.scheduling.samples import EngineStats, Sample, Step, names_of
+from rollout.scheduling.scheduler import Scheduler
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import shorten
@@ -92,7 +94,7 @@ class Engine(EngineBase, SteppedEngine):
     Attributes:
         store: The weights.
         config: Sizes and policies, with the tokens of the pool.
-        prompts: Where keys and values of prompts come from; `rollout.disagg` has other sources.
+        prompts: Where keys and values of prompts come from; `rollout.split` has other sources.
 
     Raises:
         ValueError: The configuration does not fit the model, or differs between ranks.

@@ -11,9 +11,9 @@ from typing import Any
 from kvcache import Ledger, ReqHandle, pages_across
 from rollout.config import EngineConfig
 from rollout.requests import FinishReason, SamplingParams
-from rollout.serving.beam import Candidates
-from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
+from rollout.scheduling.beam import Candidates
+from rollout.scheduling.prefix import PrefixBlocks
+from rollout.scheduling.samples import BeamGroup, Chunk, EngineStats, Sample, Step
 
 
 class Scheduler:

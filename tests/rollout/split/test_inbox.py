@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcache import ReqHandle
-from rollout.disagg import MappedTransport
-from rollout.disagg.control import Ask, Filled, First, Hello, RankPeers, Refused, StagedCache
-from rollout.disagg.remote_prompts import Inbox
-from rollout.serving.samples import Chunk, Sample
+from rollout.scheduling.samples import Chunk, Sample
+from rollout.split import MappedTransport
+from rollout.split.control import Ask, Filled, First, Hello, RankPeers, Refused, StagedCache
+from rollout.split.remote_prompts import Inbox
 from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.rollout.split import KEY, TOKEN
 from tests.helpers.rollout.split_peer import Far

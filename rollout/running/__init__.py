@@ -1,0 +1,1 @@
+"""The computation of a step: forward passes, CUDA graphs and sampling."""

@@ -1,0 +1,57 @@
+"""Record which experts the tokens of a step went to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.model.decoder import MLP, Experts
+from rollout.ops.token_sampling import send
+from rollout.scheduling.samples import RoutedExperts
+
+
+class RoutingRecorder:
+    """Buffer that receives the experts of a step's tokens from the layers; it is on no tag.
+
+    CUDA graphs always write to the same addresses.
+    """
+
+    def __init__(self, mlps: Iterable[MLP], tokens: int, device: torch.device) -> None:
+        """Allocate the buffer for steps of at most `tokens` tokens."""
+        layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
+        config = layers[0].config
+        dtype = torch.uint8 if config.experts <= 256 else torch.int16
+        shape = (len(layers), tokens, config.top_k)
+        self._written = torch.zeros(shape, dtype=dtype, device=device)
+        for layer, part in zip(layers, self._written, strict=True):
+            layer.routed = part
+
+    def take(self, tokens: int) -> StepRouting:
+        """Copy the experts of the step's tokens; on a GPU, start the copy to the host."""
+        written = self._written[:, :tokens].transpose(0, 1)
+        if not written.is_cuda:
+            return StepRouting(written.numpy().copy())
+        sent = send(written.contiguous())
+        stream = torch.cuda.current_stream(written.device)
+        return StepRouting(np.empty_like(sent.numpy()), sent, stream)
+
+
+@dataclass(eq=False)
+class StepRouting:
+    """Experts of a step's packed tokens."""
+
+    experts: RoutedExperts  # undefined before `arrive` if they come from a GPU
+    sent: Tensor | None = None  # pinned target of the copy from the GPU
+    stream: torch.cuda.Stream | None = None  # of that copy
+
+    def arrive(self, *, waited: bool) -> None:
+        """Fill `experts`; `waited` says whether the host has already waited for the step's end."""
+        if self.sent is not None and self.stream is not None:
+            if not waited:
+                self.stream.synchronize()
+            np.copyto(self.experts, self.sent.numpy())
+            self.sent = None
