@@ -126,21 +126,27 @@ class _Rank:
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        try:
-            with self._lock:
-                number = next(self._numbers)
-                message = pickle.dumps((number, method, args, kwargs))
-                self._asked[number] = future
-                self._channel.send_bytes(message)
-        except OSError:
+        with self._lock:
+            number = next(self._numbers)
+            message = pickle.dumps((number, method, args, kwargs))
+            self._asked[number] = future
+            sent = self._send(message)
+        if not sent:
             self._fail()
         return future
 
     def abort(self, futures: set[Future[Any]]) -> None:
         with self._lock:
             numbers = [number for number, future in self._asked.items() if future in futures]
-        if numbers:
-            self.ask("abort", numbers)  # its answer would say nothing
+            self._send(pickle.dumps((None, "abort", numbers, {})))  # has no answer
+
+    def _send(self, message: bytes) -> bool:
+        """Send a message, and return whether the process was there."""
+        try:
+            self._channel.send_bytes(message)
+        except OSError:
+            return False
+        return True
 
     def _receive(self) -> None:
         while True:
@@ -192,8 +198,7 @@ def _run(channel: Connection, make: Callable[[int], LoopActor], rank: int) -> No
             os._exit(0)  # without waiting for the threads of CUDA and of the other ranks
         loop: Any = actor.loop
         if method == "abort":
-            (ended,) = args
-            loop.abort(*[asked[known] for known in ended if known in asked])
+            loop.abort(*[asked[known] for known in args if known in asked])
         elif method == "submit":
             asked[number] = loop.submit(*args, **kwargs)
             asked[number].add_done_callback(partial(answer, number))

@@ -9,6 +9,7 @@ import pytest
 
 from rollout.tag_names import TAGS
 from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, RayCluster
+from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.trainer_bridge.models import config, make_batch
 from trainer_bridge import Cycle, open_inprocess, open_ray
 from trainer_bridge.tag_names import TRAINER_TAGS
@@ -52,6 +53,10 @@ def test_engine_apart_stays_awake_and_gives_the_numbers_of_a_colocated_one(
         assert names(*sides) == ["trainer[0]", "rollout[1]"]
         assert awake(sides[1]) == [True]
         assert rounds_of(*sides, stays) == colocated
+        together = sides[1].generate(PROMPTS, GREEDY)
+        futures = [sides[1].submit(prompt, GREEDY, key=n % 2) for n, prompt in enumerate(PROMPTS)]
+        alone = [future.result(60)[0].token_ids for future in futures]
+        assert alone == [samples[0].token_ids for samples in together]
     ray_cluster.wait_free()
 
 
