@@ -61,8 +61,8 @@ def test_examine_tries_gpu_and_releases_all_memory() -> None:
     assert process_bytes("cuda:0") - before <= 4 << 20
 
 
-def test_importing_doctor_loads_no_heavy_package() -> None:
-    heavy = {"cuda", "rich", "triton", "ray", "transformers"}
+def test_importing_memsaver_and_doctor_loads_no_heavy_package() -> None:
+    heavy = {"cuda", "rich", "triton", "ray", "transformers", "huggingface_hub", "yaml", "pydantic"}
     code = f"import sys, torch; old = set(sys.modules); import memsaver.doctor; print({heavy} & "
     assert python(code + "set(sys.modules) - old)") == "set()"
 

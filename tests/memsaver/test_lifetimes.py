@@ -126,7 +126,7 @@ def test_forked_child_does_not_deadlock_on_lock_of_another_thread() -> None:
     for thread in threads:
         thread.start()
     try:
-        assert [_exits(child) for _ in range(15)] == [0] * 15
+        assert [_exits(child) for _ in range(6)] == [0] * 6
     finally:
         stop.set()
         for thread in threads:
@@ -255,16 +255,17 @@ def test_saver_dropped_in_forked_child_keeps_parents_listener() -> None:
 def test_region_tensor_that_outlives_its_saver_releases_memory_and_slot() -> None:
     held = memfd_bytes([os.getpid()])
     gc.freeze()  # collections below then look at the objects of this test only
-    for _ in range(300):  # there are 256 slots
+    for number in range(300):  # there are 256 slots
         saver = memsaver.MemorySaver("cpu", reserve_bytes=MIB)
         with saver.region("a"):
             tensor = torch.ones(1000)
         del saver
         gc.collect()
-        assert memfd_bytes([os.getpid()]) > held and float(tensor.sum()) == 1000
+        assert float(tensor.sum()) == 1000
+        assert number % 10 or memfd_bytes([os.getpid()]) > held  # reads all maps
         del tensor
         gc.collect()
-        assert memfd_bytes([os.getpid()]) == held
+        assert number % 10 or memfd_bytes([os.getpid()]) == held
 
 
 def test_slot_of_closed_saver_is_reused_after_last_tensor_dies() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from recipes.importing import NamedFunction, absolute_name, import_named
 from recipes.loops.advantages import compare_answers
 from recipes.run import start_run
 from recipes.setup.preparation import prepare
+from tests.helpers.peers import Peer
 from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, rows
 
 # Loss, baseline and scale compute what GRPO's defaults do. The file imports one beside it.
@@ -119,11 +120,14 @@ def test_own_baseline_and_scale_give_finite_numbers_or_are_named(folder: Path) -
         compare_answers([1.0, 0.0], 2, NamedFunction("own.py:nothing"), "none")
 
 
+def send_number(pipe: Connection, pickled: bytes) -> None:
+    pipe.send(pickle.loads(pickled).number)
+
+
 def test_objects_of_a_file_pickle_into_a_process_without_it(folder: Path) -> None:
-    pickled = pickle.dumps(import_named("own.py:Note")(3))
-    code = "import pickle, sys, recipes.importing; print(pickle.load(sys.stdin.buffer).number)"
-    asked = {"input": pickled, "capture_output": True, "env": {"PYTHONPATH": ":".join(sys.path)}}
-    assert subprocess.run([sys.executable, "-c", code], **asked).stdout == b"3\n"
+    peer = Peer(send_number, pickle.dumps(import_named("own.py:Note")(3)))
+    assert peer.hear() == 3
+    peer.bury()
 
 
 def test_files_of_one_stem_are_two_modules_and_a_name_holds_in_another_folder(

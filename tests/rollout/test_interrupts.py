@@ -142,4 +142,4 @@ def test_failed_operation_at_a_random_moment_leaves_nothing_behind(
                 engine.generate(crowd(), CALLS[name])
         return mode.left <= 0
 
-    hit_at_random(engine, hit, rounds(16, 1000))
+    hit_at_random(engine, hit, rounds(8, 1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,22 @@ _SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+_written: dict[str, dict[str, bytes]] = {}
+
+
 def write_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any) -> str:
     """Write a Hugging Face directory with random weights, including norms and biases.
 
-    The same arguments give the same bits.
+    The same arguments give the same bits, which are made once.
     """
-    save_tiny(path, family, seed, **{**_SHAPE, "tie_word_embeddings": True, **changes})
+    key = f"{family} {seed} {sorted(changes.items())}"
+    if key not in _written:
+        with tempfile.TemporaryDirectory() as folder:
+            save_tiny(folder, family, seed, **{**_SHAPE, "tie_word_embeddings": True, **changes})
+            _written[key] = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in _written[key].items():
+        (path / name).write_bytes(content)
     return str(path)
 
 
