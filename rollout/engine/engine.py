@@ -6,27 +6,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
-from kvcache.config import check_option
 from memsaver import ContentWatch, MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
-from rollout.engine.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
+from rollout.engine.checks import check_exact, check_experts, context_len, probe
+from rollout.engine.engine_base import (
+    EngineBase,
+    InFlight,
+    Unfinished,
+    check_in_flight,
+    check_sleep,
+    handing_over,
+)
 from rollout.engine.step_decisions import StepDecisions
 from rollout.engine.stepping import SteppedEngine
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
 from rollout.model.model_folder import iter_checkpoint
-from rollout.ops.product_probe import define_products, is_probed, probe_products
 from rollout.ops.token_sampling import Sent
 from rollout.parallel import TensorParallel
 from rollout.pool_size import ALONE, free_share, sized
@@ -42,12 +48,10 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import shorten
-from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
 
 _log = logging.getLogger("rollout")
-IN_FLIGHT = get_args(InFlight)
 
 
 class Launched(NamedTuple):
@@ -103,7 +107,6 @@ class Engine(EngineBase, SteppedEngine):
     """
 
     store: WeightStore
-    _found_products = ""  # what `product_report` returns
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class Engine(EngineBase, SteppedEngine):
         gpu_share: float | None = None,
         filters: bool = True,
     ) -> None:
-        _check_experts(model, config)
+        check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
         if config.sample_all_ids:
@@ -128,15 +131,14 @@ class Engine(EngineBase, SteppedEngine):
             config, model, dtype, saver.device, gpu_share, filters, self._ranks
         )
         self.saver = saver
-        self.max_context_len = _context_len(model, config)
+        self.max_context_len = context_len(model, config)
         if config.exact:
             check_exact(model, dtype, saver.device)
         self._expert_parallel = config.expert_parallel
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
-        if is_probed(saver.device, dtype):
-            self._probe_products(groups, dtype)
+        self._product_report = probe(self.store, groups, model, config, dtype)
         self.cache = Cache(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
         self.prefixes = self.cache.prefix_blocks(config)
@@ -214,26 +216,6 @@ class Engine(EngineBase, SteppedEngine):
         else:
             engine.store.set_buffers(read_buffers(path, engine.store.buffers), str(path))
         return engine
-
-    def _probe_products(self, groups: list[ParamGroup], dtype: torch.dtype) -> None:
-        """Define the bits of matrix products, or warn about those that depend on the batch.
-
-        The measurement overwrites the weights, which are still undefined.
-        """
-        products = self.store.products(groups)
-        if self.config.exact:
-            strict = self.config.exact != "warn"
-            found = define_products(products, routers=self.model.has_experts, strict=strict)
-            self._found_products = found
-            empty_torch_cache(self.saver.device)
-        elif shapes := probe_products(products):
-            named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
-            text = (
-                "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
-                " the same prompt may get results with different last bits in another batch"
-            )
-            gpu = torch.cuda.get_device_name(self.saver.device)
-            _log.warning(text, dtype, named, gpu, torch.__version__)
 
     def load(self, path: str | Path, *, in_flight: InFlight = "refuse") -> None:
         """Load a checkpoint of the same model as version 0, which ends an open update.
@@ -676,7 +658,7 @@ class Engine(EngineBase, SteppedEngine):
             How many products the library computes with the defined bits, and which ones Triton
             computes; empty if nothing was measured.
         """
-        return self._found_products
+        return self._product_report
 
     @property
     def stats(self) -> EngineStats:
@@ -778,36 +760,3 @@ class Engine(EngineBase, SteppedEngine):
         finally:
             if not lost:
                 self._watch.note(KV_CACHE)
-
-
-def check_in_flight(in_flight: str) -> None:
-    """Raise a ValueError unless an update knows the choice."""
-    if in_flight not in IN_FLIGHT:
-        raise ValueError(f"in_flight={in_flight!r} must be one of {', '.join(IN_FLIGHT)}")
-
-
-def _check_experts(model: ModelConfig, config: EngineConfig) -> None:
-    for key in ("fp32_router", "return_routed_experts", "expert_parallel"):
-        asked = getattr(config, key) != getattr(EngineConfig, key)
-        rule = "is for mixtures of experts, and this model is dense; leave it out"
-        check_option(config, key, model.has_experts or not asked, rule)
-
-
-def _context_len(model: ModelConfig, config: EngineConfig) -> int:
-    if config.max_context_len is None:
-        assert config.kv_tokens is not None, "the engine sizes the pool"
-        return min(model.max_position_embeddings, config.kv_tokens)
-    if config.max_context_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_context_len={config.max_context_len} exceeds the model's max_position_embeddings="
-            f"{model.max_position_embeddings}; lower it"
-        )
-    return config.max_context_len
-
-
-def check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a ValueError if a trainer cannot compute the bits of this model."""
-    if not model.is_plain:
-        raise ValueError("exact=True is for models with plain attention; use exact=False")
-    if device.type == "cuda" and dtype == torch.float32:
-        raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")

@@ -56,6 +56,12 @@ def check_sleep(level: int, unfinished: str) -> None:
         raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(words)}")
 
 
+def check_in_flight(in_flight: str) -> None:
+    """Raise a ValueError unless an update knows the word for running requests."""
+    if in_flight not in (words := get_args(InFlight)):
+        raise ValueError(f"in_flight={in_flight!r} must be one of {', '.join(words)}")
+
+
 @contextlib.contextmanager
 def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[Release]:
     """Yield the `release` argument for pauses, and hand the memory that they free over to the peer.

@@ -25,7 +25,7 @@ def test_engine_and_trainer_replace_a_library_with_other_bits(
 
     The engine computes each of 2 x 2 tokens alone or with another, the trainer all at once.
     """
-    for user in ("rollout.engine.engine", "trainer_bridge.ops.exact"):
+    for user in ("rollout.engine.checks", "trainer_bridge.ops.exact"):
         monkeypatch.setattr(f"{user}.is_probed", lambda device, dtype: True)
     save_tiny(
         tmp_path, "qwen2", num_hidden_layers=1, vocab_size=72, intermediate_size=40, hidden_size=64

@@ -1,0 +1,100 @@
+"""Checks at the start of an engine: whether the model, the options and the device fit together."""
+
+import logging
+
+import torch
+
+from kvcache.config import check_option
+from memsaver.memory import empty_torch_cache
+from rollout.config import EngineConfig
+from rollout.model.decoder import ModelConfig
+from rollout.ops.product_probe import define_products, is_probed, probe_products
+from rollout.weights.params import ParamGroup
+from rollout.weights.store import WeightStore
+
+_log = logging.getLogger("rollout")
+
+
+def check_experts(model: ModelConfig, config: EngineConfig) -> None:
+    """Raise a ValueError if an option is for mixtures of experts, and the model is dense."""
+    for key in ("fp32_router", "return_routed_experts", "expert_parallel"):
+        asked = getattr(config, key) != getattr(EngineConfig, key)
+        rule = "is for mixtures of experts, and this model is dense; leave it out"
+        check_option(config, key, model.has_experts or not asked, rule)
+
+
+def check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise a ValueError if a trainer cannot compute the bits of this model."""
+    if not model.is_plain:
+        raise ValueError("exact=True is for models with plain attention; use exact=False")
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")
+
+
+def context_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the maximum tokens of prompt and answer together.
+
+    Args:
+        model: The model, whose number of positions is the limit.
+        config: The configuration, with the tokens of the pool.
+
+    Returns:
+        `max_context_len`, or without it the most tokens for which model and pool have room.
+
+    Raises:
+        ValueError: `max_context_len` exceeds the model's positions.
+    """
+    if config.max_context_len is None:
+        assert config.kv_tokens is not None, "the engine sizes the pool"
+        return min(model.max_position_embeddings, config.kv_tokens)
+    if config.max_context_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_context_len={config.max_context_len} exceeds the model's max_position_embeddings="
+            f"{model.max_position_embeddings}; lower it"
+        )
+    return config.max_context_len
+
+
+def probe(
+    store: WeightStore,
+    groups: list[ParamGroup],
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+) -> str:
+    """Define the bits of matrix products, or warn about those that depend on the batch.
+
+    Devices whose products follow a rule are not measured. The measurement overwrites the weights,
+    which are still undefined.
+
+    Args:
+        store: The weights.
+        groups: The parameters of this rank.
+        model: The model's configuration.
+        config: The configuration, which may ask for exact products.
+        dtype: Dtype of weights and computation.
+
+    Returns:
+        What was found about exact products, see `Engine.product_report`; otherwise empty.
+
+    Raises:
+        ValueError: The bits of exact products depend on the number of rows on this GPU.
+    """
+    device = store.arena.device
+    if not is_probed(device, dtype):
+        return ""
+    products = store.products(groups)
+    if config.exact:
+        strict = config.exact != "warn"
+        found = define_products(products, routers=model.has_experts, strict=strict)
+        empty_torch_cache(device)
+        return found
+    if shapes := probe_products(products):
+        named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
+        text = (
+            "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
+            " the same prompt may get results with different last bits in another batch"
+        )
+        gpu = torch.cuda.get_device_name(device)
+        _log.warning(text, dtype, named, gpu, torch.__version__)
+    return ""
