@@ -406,9 +406,9 @@ BUGS = [
     ),
     Bug(
         "an engine keeps requests whose steps failed twice",
-        "rollout/engine/engine.py",
+        "rollout/engine/token_steps.py",
         "rollout/test_stepping.py",
-        '        self.scheduler.abort(guilty, "error")\n',
+        '        self._scheduler.abort(guilty, "error")\n',
         "",
     ),
     Bug(

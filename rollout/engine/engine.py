@@ -1,12 +1,11 @@
 """The native engine: generates, sleeps and wakes up, and replaces its weights in place."""
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,39 +28,25 @@ from rollout.engine.engine_base import (
 )
 from rollout.engine.step_decisions import StepDecisions
 from rollout.engine.stepping import SteppedEngine
+from rollout.engine.token_steps import TokenSteps
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
 from rollout.model.model_folder import iter_checkpoint
-from rollout.ops.token_sampling import Sent
 from rollout.parallel import TensorParallel
 from rollout.pool_size import ALONE, free_share, sized
 from rollout.requests import Output, SamplingParams
 from rollout.running.graphs import DecodeGraphs, ladder
 from rollout.running.runner import ModelRunner
-from rollout.running.step_routing import StepRouting
 from rollout.scheduling.kv_cache import Cache
 from rollout.scheduling.open_requests import OpenRequests
 from rollout.scheduling.prompt_source import PromptSource
-from rollout.scheduling.samples import EngineStats, Sample, Step, names_of
+from rollout.scheduling.samples import EngineStats, names_of
 from rollout.scheduling.scheduler import Scheduler
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
-from rollout.weights.pages import shorten
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
-
-_log = logging.getLogger("rollout")
-
-
-class Launched(NamedTuple):
-    """A step whose results may still be under way from the device."""
-
-    samples: list[Sample]  # of which each receives a token
-    sent: Sent | None  # their tokens and log-probabilities; None without samples
-    logits: Tensor
-    branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
-    routing: StepRouting | None
 
 
 class Engine(EngineBase, SteppedEngine):
@@ -154,12 +139,12 @@ class Engine(EngineBase, SteppedEngine):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self.prompts = PromptSource()
+        self._steps = TokenSteps(self.scheduler, self.runner, self.store)
         self.decisions = StepDecisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
         self._checked = -1  # the saver's number of operations when the engine was found ready
-        self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
         self._in_flight: InFlight = "refuse"  # of the update that was begun last
 
     @classmethod
@@ -274,114 +259,27 @@ class Engine(EngineBase, SteppedEngine):
         self.requests.drop(ids)
 
     def _advance(self) -> list[Output]:
-        ended = self.requests.take(self._not_finite)
+        ended = self.requests.take(self._steps.not_finite)
         if ended or not self.requests.ids:
             return ended
         if not self.scheduler.running:
             self.require_current(together=True)
         try:
-            self._step()
-            return self.requests.take(self._not_finite)
+            self.require_current()
+            self.prompts.receive()
+            if self.cache.elastic is not None:
+                with self._own_discards():
+                    self.cache.elastic.fit(self.scheduler.wanted_tokens, self._compact)
+            self._steps.run(self.prompts)
+            return self.requests.take(self._steps.not_finite)
         except BaseException as error:
             self._ranks.fail(error)
             raise
-
-    def _not_finite(self, sample: Sample) -> FloatingPointError:
-        """Return the error of a sample whose last log-probability was not finite."""
-        text = f"a log-probability of sample {sample.name} is not finite after "
-        text += f"{sample.length - len(sample.prompt)} tokens of version {self.store.last_version}"
-        if names := self.store.not_finite():
-            return FloatingPointError(
-                f"{text}: NaN or infinity in {shorten(names)}; load or sync finite weights"
-            )
-        return FloatingPointError(
-            f"{text}: the weights are finite, so values exceeded the range of the dtype of the "
-            f"engine or of its KV cache; use dtype bfloat16 or float32 and kv_cache_dtype auto"
-        )
-
-    def _step(self) -> None:
-        """Run one forward of the samples that the scheduler chooses, and choose their next tokens.
-
-        Where that fails, the running samples start over: pages were allocated for tokens that were
-        not computed. Samples of two steps in a row that failed end with the error. Ranks that share
-        a model cannot go on without the one that failed, so there the error is raised.
-        """
-        self.require_current()
-        self.prompts.receive()
-        if self.cache.elastic is not None:
-            with self._own_discards():
-                self.cache.elastic.fit(self.scheduler.wanted_tokens, self._compact)
-        step = None
-        try:
-            step = self.scheduler.schedule()
-            self.prompts.ask(step)
-            if step.decode or step.chunks:
-                self._collect(self._launch(step))
-        except BaseException as error:
-            self.scheduler.preempt_all()
-            if step is None or not isinstance(error, Exception) or self._ranks.size > 1:
-                raise
-            self._blame(step.samples, error)
-        else:
-            self._suspects = frozenset()
-
-    def _blame(self, samples: Sequence[Sample], error: Exception) -> None:
-        """End the samples of a failed step that were in the failed step before it, too."""
-        guilty = [sample for sample in samples if sample in self._suspects]
-        self._suspects = frozenset(samples)
-        text = "a step of samples %s failed, and %d of them end: %s: %s"
-        _log.warning(text, names_of(samples), len(guilty), type(error).__name__, error)
-        for sample in guilty:
-            sample.error = error
-        self.scheduler.abort(guilty, "error")
 
     def _compact(self, pages: int) -> bool:
         """Move all pages in use to the first `pages` pages; return whether that was possible."""
         arriving = any(sample.remote for sample in self.scheduler.running)
         return not arriving and self.prefixes.compact(pages)
-
-    def _launch(self, step: Step) -> Launched:
-        """Start a step's forward and the choice of its next tokens."""
-        logits = self.runner.forward(step)
-        routing = None
-        if self.runner.recorder is not None:
-            routing = self.runner.recorder.take(step.tokens)
-            step.record(routing.experts)
-        self.scheduler.computed(step)
-        members = list(enumerate(step.decode))
-        last = (chunk for chunk in step.chunks if chunk.last)
-        for row, chunk in enumerate(last, start=len(members)):
-            self.prompts.computed(chunk.sample)
-            family = chunk.sample, *self.scheduler.fork_siblings(chunk.sample)
-            members += [(row, sample) for sample in family]
-        plain = [(row, sample) for row, sample in members if sample.beams is None]
-        samples = [sample for _, sample in plain]
-        sent = self.runner.sample(logits, [row for row, _ in plain], samples) if plain else None
-        branches = [(row, sample) for row, sample in members if sample.beams is not None]
-        return Launched(samples, sent, logits, branches, routing)
-
-    def _collect(self, launched: Launched) -> None:
-        """Wait for the tokens of a launched step, and add them to its samples."""
-        if launched.branches:
-            self._branch(launched.logits, launched.branches)
-        if launched.sent is not None:
-            version = self.store.last_version
-            drawn = zip(launched.samples, *launched.sent.lists(), strict=True)
-            for sample, token, logprob in drawn:
-                self.scheduler.append(sample, token, logprob, version)
-        if launched.routing is not None:
-            launched.routing.arrive(waited=launched.sent is not None)
-
-    def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
-        """Advance every beam search by one token. All branches of a search are in the same step."""
-        searches = (branch.beams for _, branch in members)
-        groups = list(dict.fromkeys(search for search in searches if search is not None))
-        count = max(group.search.num_candidates for group in groups)
-        ranked = self.runner.candidates(logits, [row for row, _ in members], count)
-        candidates = {branch: row for (_, branch), row in zip(members, ranked, strict=True)}
-        for group in groups:
-            likeliest = [candidates[branch] for branch in group.members]
-            self.scheduler.branch(group, likeliest, self.store.last_version)
 
     # ---------------------------------------------------------------- sleep and wake up
 
