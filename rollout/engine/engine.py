@@ -1,7 +1,7 @@
 """The native engine: generates, sleeps and wakes up, and replaces its weights in place."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
-from memsaver import ContentWatch, MemorySaver, Release, StateError, Ticket
+from memsaver import MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
+from rollout.engine.cache_memory import CacheMemory
 from rollout.engine.checks import check_exact, check_experts, context_len, probe
 from rollout.engine.engine_base import (
     EngineBase,
@@ -142,8 +143,7 @@ class Engine(EngineBase, SteppedEngine):
         self._steps = TokenSteps(self.scheduler, self.runner, self.store)
         self.decisions = StepDecisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
-        self._watch = ContentWatch(saver, KV_CACHE)
-        self._renewed = True  # whether the KV cache was prepared after its last resume
+        self._memory = CacheMemory(self.cache, self.scheduler, saver)
         self._checked = -1  # the saver's number of operations when the engine was found ready
         self._in_flight: InFlight = "refuse"  # of the update that was begun last
 
@@ -255,7 +255,7 @@ class Engine(EngineBase, SteppedEngine):
 
     def _drop(self, ids: Sequence[int]) -> None:
         with contextlib.suppress(StateError):  # raised if the saver is closed
-            self._notice_loss()
+            self._memory.notice_loss(self.prompts)
         self.requests.drop(ids)
 
     def _advance(self) -> list[Output]:
@@ -267,19 +267,12 @@ class Engine(EngineBase, SteppedEngine):
         try:
             self.require_current()
             self.prompts.receive()
-            if self.cache.elastic is not None:
-                with self._own_discards():
-                    self.cache.elastic.fit(self.scheduler.wanted_tokens, self._compact)
+            self._memory.fit(self.prompts)
             self._steps.run(self.prompts)
             return self.requests.take(self._steps.not_finite)
         except BaseException as error:
             self._ranks.fail(error)
             raise
-
-    def _compact(self, pages: int) -> bool:
-        """Move all pages in use to the first `pages` pages; return whether that was possible."""
-        arriving = any(sample.remote for sample in self.scheduler.running)
-        return not arriving and self.prefixes.compact(pages)
 
     # ---------------------------------------------------------------- sleep and wake up
 
@@ -338,12 +331,13 @@ class Engine(EngineBase, SteppedEngine):
         with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:
                 self._sleep_weights(level, release)
-            with self._own_discards():
+            with self._memory.own_discards(self.prompts):
                 if unfinished == "abort":
                     self.scheduler.abort(left)
                     self.decisions.abort([sample.request for sample in left])
                 self.scheduler.preempt_all()
-                self._sleep_caches([tag for tag in chosen if tag != WEIGHTS], release)
+                caches = [tag for tag in chosen if tag != WEIGHTS]
+                self._memory.sleep(caches, release, keep=self.store.version is not None)
         if KV_CACHE in chosen:
             # Torch caches blocks that the steps freed; the other users of the device need them.
             empty_torch_cache(self.saver.device)
@@ -353,15 +347,6 @@ class Engine(EngineBase, SteppedEngine):
         keep = level == 1 and self._update.keepable
         self.saver.pause(WEIGHTS, content="host" if keep else "discard", release=release)
         self._update.on_sleep(level)
-
-    def _sleep_caches(self, tags: Sequence[str], release: Release) -> None:
-        if KV_CACHE in tags and not self.saver.is_paused(KV_CACHE):
-            self._renewed = False
-            self.prefixes.move_below(keep=self.store.version is not None)
-            if self.cache.elastic is not None:
-                self.cache.elastic.shrink()
-        if tags:  # without tags the saver would pause all
-            self.saver.pause(*tags, content="discard", release=release)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
@@ -380,19 +365,9 @@ class Engine(EngineBase, SteppedEngine):
             ValueError: A tag is unknown.
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
-        if self.cache.elastic is not None:
-            self.cache.elastic.shrinking = False
-        renews = KV_CACHE in paused
-        with self._own_discards(), contextlib.ExitStack() as undo:
-            if renews:
-                self.saver.resume(KV_CACHE)
-                undo.callback(self.saver.pause, KV_CACHE, content="discard")
-                self.cache.on_resume(partly)
-                paused.remove(KV_CACHE)
-            if paused:
-                self.saver.resume(*paused)
-            undo.pop_all()
-            self._renewed |= renews
+        with self._memory.waking(self.prompts, KV_CACHE in paused, partly):
+            if others := [tag for tag in paused if tag != KV_CACHE]:
+                self.saver.resume(*others)
 
     def shrink(self) -> None:
         """Let an elastic pool release memory between steps as its requests end.
@@ -410,9 +385,11 @@ class Engine(EngineBase, SteppedEngine):
             The reasons; None if the engine is available.
         """
         reasons = []
+        # An elastic pool is used without all of its memory.
+        whole = [tag for tag in self.tags if tag != KV_CACHE or self.cache.elastic is None]
         if paused := [tag for tag in self.tags if self.saver.is_paused(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
-        elif lacking := shortfall(self.saver, self._whole_tags):
+        elif lacking := shortfall(self.saver, whole):
             reasons.append(lacking)
         if self.store.version is None:
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
@@ -593,11 +570,6 @@ class Engine(EngineBase, SteppedEngine):
         if in_flight == "recompute":
             self.scheduler.preempt_all()
 
-    @property
-    def _whole_tags(self) -> Sequence[str]:
-        """Return the tags that the engine can use only with all of their memory."""
-        return self.tags if self.cache.elastic is None else [t for t in self.tags if t != KV_CACHE]
-
     def require_current(self, together: bool = False) -> None:
         """Check that the engine can compute; forget keys and values that were lost.
 
@@ -613,7 +585,7 @@ class Engine(EngineBase, SteppedEngine):
         if known and not together and self._ranks.failure is None:
             return
         reason = self.unavailable_reason()
-        kept = not self._notice_loss()
+        kept = not self._memory.notice_loss(self.prompts)
         if together and self._ranks.failure is None:
             rank_reason, kept = self._ranks.agree_ready(reason, kept, self.saver.device)
             reason = reason or rank_reason
@@ -621,40 +593,5 @@ class Engine(EngineBase, SteppedEngine):
             reason = reason or f"{lost_by_others([KV_CACHE], 'engine')} while requests run"
         if reason:
             raise StateError(f"cannot generate: {reason}")
-        if not kept:
-            self._start_over()
-            self._watch.note(KV_CACHE)
-            self._renewed = False
-        if not self._renewed:
-            self.cache.on_resume(partly=True)
-            self._renewed = True
+        self._memory.renew(self.prompts, kept)
         self._checked = operations
-
-    def _notice_loss(self) -> bool:
-        """Start over if another user of the saver discarded or paused the KV cache.
-
-        Return whether content of the KV cache was lost.
-        """
-        lost = bool(self._watch.lost(KV_CACHE))
-        if lost or (self.scheduler.running and self.saver.is_paused(KV_CACHE)):
-            self._start_over()
-        return lost
-
-    def _start_over(self) -> None:
-        """Forget all keys and values; running requests will compute theirs again."""
-        self.prefixes.clear()
-        self.scheduler.preempt_all()
-        self.prompts.lost()
-
-    @contextlib.contextmanager
-    def _own_discards(self) -> Iterator[None]:
-        """Ignore discards of the KV cache inside the block, which are the engine's own.
-
-        An earlier loss is handled first. It stays recorded, because all ranks must agree on it.
-        """
-        lost = self._notice_loss()
-        try:
-            yield
-        finally:
-            if not lost:
-                self._watch.note(KV_CACHE)
