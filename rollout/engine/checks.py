@@ -1,7 +1,5 @@
 """Checks at the start of an engine: whether the model, the options and the device fit together."""
 
-import logging
-
 import torch
 
 from kvcache.config import check_option
@@ -12,23 +10,20 @@ from rollout.ops.product_probe import define_products, is_probed, probe_products
 from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore
 
-_log = logging.getLogger("rollout")
 
-
-def check_experts(model: ModelConfig, config: EngineConfig) -> None:
-    """Raise a ValueError if an option is for mixtures of experts, and the model is dense."""
+def check_options(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise a ValueError for an option that the model, the dtype or the device does not allow."""
     for key in ("fp32_router", "return_routed_experts", "expert_parallel"):
         asked = getattr(config, key) != getattr(EngineConfig, key)
         rule = "is for mixtures of experts, and this model is dense; leave it out"
         check_option(config, key, model.has_experts or not asked, rule)
-
-
-def check_exact(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a ValueError if a trainer cannot compute the bits of this model."""
-    if not model.is_plain:
-        raise ValueError("exact=True is for models with plain attention; use exact=False")
-    if device.type == "cuda" and dtype == torch.float32:
-        raise ValueError("exact=True needs dtype bfloat16 or float16 on a GPU; use exact=False")
+    if config.exact:  # a trainer must be able to compute the same bits
+        rule = "is for models with plain attention; use exact=False"
+        check_option(config, "exact", model.is_plain, rule)
+        rule = "needs dtype bfloat16 or float16 on a GPU; use exact=False"
+        check_option(config, "exact", device.type != "cuda" or dtype != torch.float32, rule)
 
 
 def context_len(model: ModelConfig, config: EngineConfig) -> int:
@@ -44,14 +39,12 @@ def context_len(model: ModelConfig, config: EngineConfig) -> int:
     Raises:
         ValueError: `max_context_len` exceeds the model's positions.
     """
+    most = model.max_position_embeddings
     if config.max_context_len is None:
         assert config.kv_tokens is not None, "the engine sizes the pool"
-        return min(model.max_position_embeddings, config.kv_tokens)
-    if config.max_context_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_context_len={config.max_context_len} exceeds the model's max_position_embeddings="
-            f"{model.max_position_embeddings}; lower it"
-        )
+        return min(most, config.kv_tokens)
+    rule = f"exceeds the model's max_position_embeddings={most}; lower it"
+    check_option(config, "max_context_len", config.max_context_len <= most, rule)
     return config.max_context_len
 
 
@@ -84,17 +77,10 @@ def probe(
     if not is_probed(device, dtype):
         return ""
     products = store.products(groups)
-    if config.exact:
-        strict = config.exact != "warn"
-        found = define_products(products, routers=model.has_experts, strict=strict)
-        empty_torch_cache(device)
-        return found
-    if shapes := probe_products(products):
-        named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
-        text = (
-            "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
-            " the same prompt may get results with different last bits in another batch"
-        )
-        gpu = torch.cuda.get_device_name(device)
-        _log.warning(text, dtype, named, gpu, torch.__version__)
-    return ""
+    if not config.exact:
+        probe_products(products)
+        return ""
+    strict = config.exact != "warn"
+    found = define_products(products, routers=model.has_experts, strict=strict)
+    empty_torch_cache(device)
+    return found

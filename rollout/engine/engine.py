@@ -18,7 +18,7 @@ from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
 from rollout.engine.cache_memory import CacheMemory
-from rollout.engine.checks import check_exact, check_experts, context_len, probe
+from rollout.engine.checks import check_options, context_len, probe
 from rollout.engine.engine_base import (
     EngineBase,
     InFlight,
@@ -105,7 +105,7 @@ class Engine(EngineBase, SteppedEngine):
         gpu_share: float | None = None,
         filters: bool = True,
     ) -> None:
-        check_experts(model, config)
+        check_options(model, config, dtype, saver.device)
         if config.fp32_router:
             model = model.with_fp32_routers()
         if config.sample_all_ids:
@@ -118,8 +118,6 @@ class Engine(EngineBase, SteppedEngine):
         )
         self.saver = saver
         self.max_context_len = context_len(model, config)
-        if config.exact:
-            check_exact(model, dtype, saver.device)
         self._expert_parallel = config.expert_parallel
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)

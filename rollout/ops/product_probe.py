@@ -39,7 +39,7 @@ def is_probed(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
-    """Measure products on a GPU, and choose the number of rows to pad to.
+    """Measure products on a GPU, choose the number of rows to pad to, and log what padding lacks.
 
     `products` has one weight [N, K] of each shape and its bias [N]; they are overwritten with
     zeros.
@@ -49,7 +49,12 @@ def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tup
     """
     most = 2 * _RUNGS[-1] + 1
     found = _judge(products, most, _MAX_ELEMENTS, lambda case: _pad(case, case.library()), True)
-    return list(dict.fromkeys(shape for shape, same in found if not same))
+    shapes = list(dict.fromkeys(shape for shape, same in found if not same))
+    if shapes:
+        text = "products with weights of %s depend on the number of rows on %s: the same prompt may"
+        text += " get results with different last bits in another batch"
+        _log.warning(text, _named(shapes), _place())
+    return shapes
 
 
 def define_products(
@@ -70,8 +75,7 @@ def define_products(
             `strict`, a warning says so.
     """
     found = _judge(products, MOST_ROWS, _MAX_COMPARED, _define, routers)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    place = f"this {gpu} (torch {torch.__version__})"
+    place = _place()
     if wrong := _named(shape for shape, costs in found if costs == ()):
         rule = f"exact=True: products with weights of {wrong} depend on the number of rows"
         text = f"{rule} on {place}, in Triton too; use exact=False"
@@ -95,6 +99,11 @@ def define_products(
 
 def _named(shapes: Iterable[tuple[int, ...]]) -> str:
     return ", ".join(dict.fromkeys(f"{words} x {inner}" for words, inner in shapes))
+
+
+def _place() -> str:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"this {gpu} (torch {torch.__version__})"
 
 
 class _Case(NamedTuple):
