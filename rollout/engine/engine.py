@@ -14,19 +14,11 @@ from torch.distributed import ProcessGroup
 from kvcache import KVPool
 from memsaver import MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
-from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from rollout.config import EngineConfig
 from rollout.engine.cache_memory import CacheMemory
 from rollout.engine.checks import check_options, context_len, probe
-from rollout.engine.engine_base import (
-    EngineBase,
-    InFlight,
-    Unfinished,
-    check_in_flight,
-    check_sleep,
-    handing_over,
-)
+from rollout.engine.engine_base import EngineBase, InFlight, Unfinished, check_in_flight
 from rollout.engine.step_decisions import StepDecisions
 from rollout.engine.stepping import SteppedEngine
 from rollout.engine.token_steps import TokenSteps
@@ -287,64 +279,21 @@ class Engine(EngineBase, SteppedEngine):
         """Return the captured graphs; None where decode runs without graphs."""
         return self.runner.graphs
 
-    @held()
-    def sleep(
-        self,
-        level: int = 1,
-        unfinished: Unfinished = "refuse",
-        tags: Sequence[str] | None = None,
-        into: str | None = None,
-    ) -> None:
-        """Release the memory of tags. Tags that already sleep are skipped.
-
-        With tiers, cached pages move to the host first, and are found again under the same weights.
-
-        A sleep of the weights ends an open update. An update with shadow pages is rolled back,
-        even if the sleep is then refused. Any other update is lost, and the weights are undefined.
-        Aliased pages go back to the trainer at either level, which leaves the weights undefined.
-
-        Args:
-            level: 1 keeps the weights in host memory. 2 discards them: they are undefined until a
-                weight update commits.
-            unfinished: "refuse" refuses to sleep while requests are unfinished. "recompute"
-                computes them again after the wake-up, under the version that is loaded then.
-                "abort" ends them with their present answers.
-            tags: Tags to pause; None: all.
-            into: The trainer's tag (of the peer set by `hand_over_to`) that is reloaded next. It
-                receives the memory that it needs, and the driver the rest.
-
-        Raises:
-            StateError: Names the unfinished requests; nothing changed.
-            ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
-            LeaseError: Another process maps a tag.
-        """
-        self.decisions.require_outside("sleep")
-        check_sleep(level, unfinished)
-        chosen, left = self._known(tags), self.scheduler.unfinished
-        if left and unfinished == "refuse":
+    def _before_sleep(self, unfinished: Unfinished) -> None:
+        if unfinished == "refuse" and (left := self.scheduler.unfinished):
             raise StateError(
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
                 f'sleep with unfinished="recompute" or "abort"'
             )
-        with handing_over(self.saver, self._peer, into) as release:
-            if WEIGHTS in chosen:
-                self._sleep_weights(level, release)
-            with self._memory.own_discards(self.prompts):
-                if unfinished == "abort":
-                    self.scheduler.abort(left)
-                    self.decisions.abort([sample.request for sample in left])
-                self.scheduler.preempt_all()
-                caches = [tag for tag in chosen if tag != WEIGHTS]
-                self._memory.sleep(caches, release, keep=self.store.version is not None)
-        if KV_CACHE in chosen:
-            # Torch caches blocks that the steps freed; the other users of the device need them.
-            empty_torch_cache(self.saver.device)
 
-    def _sleep_weights(self, level: int, release: Release) -> None:
-        self._update.before_sleep()
-        keep = level == 1 and self._update.keepable
-        self.saver.pause(WEIGHTS, content="host" if keep else "discard", release=release)
-        self._update.on_sleep(level)
+    def _sleep_caches(self, tags: Sequence[str], unfinished: Unfinished, release: Release) -> None:
+        left = self.scheduler.unfinished
+        with self._memory.own_discards(self.prompts):
+            if unfinished == "abort":
+                self.scheduler.abort(left)
+                self.decisions.abort([sample.request for sample in left])
+            self.scheduler.preempt_all()
+            self._memory.sleep(tags, release, keep=self.store.version is not None)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
@@ -511,18 +460,6 @@ class Engine(EngineBase, SteppedEngine):
         self.prefixes.new_weights()
 
     # ---------------------------------------------------------------- reports and checks
-
-    def digest(self) -> int:
-        """Read the weights in memory.
-
-        Returns:
-            The digest of all parameters.
-
-        Raises:
-            StateError: The weights sleep.
-        """
-        require_active(self.saver, WEIGHTS, "read the weights")
-        return self.store.digest()
 
     def product_report(self) -> str:
         """Return what was measured at the start of an exact engine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -10,14 +11,16 @@ from typing import Any, Literal, Self, get_args
 from torch import Tensor
 
 from memsaver import Event, MemorySaver, PoolTicket, Release, Report, Usage
+from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
 from memsaver.system.torch_defaults import with_torch_defaults
+from rollout.engine.step_decisions import StepDecisions
 from rollout.parallel import TensorParallel
-from rollout.tag_names import TAGS
+from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightLayout, WriteReceipt
 from rollout.weights.pages import WeightPages
-from rollout.weights.update import WeightUpdate
+from rollout.weights.update import WeightUpdate, require_active
 
 InFlight = Literal["refuse", "recompute", "keep"]
 """What new weights mean for running requests.
@@ -133,6 +136,7 @@ class EngineBase(SaverSide):
     """
 
     store: WeightPages
+    decisions: StepDecisions
     tags: Sequence[str] = TAGS
     _ranks: TensorParallel
     _expert_parallel = 1
@@ -174,6 +178,18 @@ class EngineBase(SaverSide):
             ranks=self._ranks.size,
             expert_parallel=self._expert_parallel,
         )
+
+    def digest(self) -> int:
+        """Read the weights in memory.
+
+        Returns:
+            The digest of all parameters.
+
+        Raises:
+            StateError: The weights sleep.
+        """
+        require_active(self.saver, self.store.tag, "read the weights")
+        return self.store.digest()
 
     @held()
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
@@ -242,6 +258,63 @@ class EngineBase(SaverSide):
         self._update.abort(reason)
 
     # ---------------------------------------------------------------- memory
+
+    @held()
+    def sleep(
+        self,
+        level: int = 1,
+        unfinished: Unfinished = "refuse",
+        tags: Sequence[str] | None = None,
+        into: str | None = None,
+    ) -> None:
+        """Release the memory of tags. Tags that already sleep are skipped.
+
+        With tiers, cached pages move to the host first, and are found again under the same weights.
+
+        A sleep of the weights ends an open update. An update with shadow pages is rolled back,
+        even if the sleep is then refused. Any other update is lost, and the weights are undefined.
+        Aliased pages go back to the trainer at either level, which leaves the weights undefined.
+
+        Hosted engines keep their memory outside of the tags; see `report()` and the how-to pages.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 discards them: they are undefined until a
+                weight update commits.
+            unfinished: "refuse" refuses to sleep while requests are unfinished. "recompute"
+                computes them again after the wake-up, under the version that is loaded then; hosted
+                engines, which cannot start requests over, refuse. "abort" ends them with their
+                present answers.
+            tags: Tags to pause; None: all.
+            into: The trainer's tag (of the peer set by `hand_over_to`) that is reloaded next. It
+                receives the memory that it needs, and the driver the rest.
+
+        Raises:
+            StateError: Names the unfinished requests; nothing changed.
+            ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
+            LeaseError: Another process maps a tag.
+        """
+        self.decisions.require_outside("sleep")
+        check_sleep(level, unfinished)
+        chosen = self._known(tags)
+        self._before_sleep(unfinished)
+        with handing_over(self.saver, self._peer, into) as release:
+            if WEIGHTS in chosen:
+                self._update.sleep(level, release, self._before_discard)
+            self._sleep_caches([tag for tag in chosen if tag != WEIGHTS], unfinished, release)
+        if KV_CACHE in chosen:
+            # Torch caches blocks that the steps freed; the other users of the device need them.
+            empty_torch_cache(self.saver.device)
+
+    @abstractmethod
+    def _before_sleep(self, unfinished: Unfinished) -> None:
+        """Refuse by a StateError, or end requests, before anything is paused."""
+
+    def _before_discard(self) -> None:
+        """Save what lies among the weights and is not part of an update."""
+
+    @abstractmethod
+    def _sleep_caches(self, tags: Sequence[str], unfinished: Unfinished, release: Release) -> None:
+        """Pause the given tags, all but the weights', and forget keys and values on them."""
 
     def prepare_sleep(self) -> None:
         """Allocate the host memory for sleeps at level 1 in the background.

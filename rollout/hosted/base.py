@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from memsaver import Content, ContentWatch, MemorySaver, Release, StateError
 from memsaver.content_watch import lost_by_others, shortfall
-from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
-from rollout.engine.engine_base import EngineBase, InFlight, Unfinished, check_sleep, handing_over
+from rollout.engine.engine_base import EngineBase, InFlight, Unfinished
 from rollout.engine.step_decisions import StepDecisions
 from rollout.hosted.load_recorder import (
     check_filled,
@@ -33,7 +32,7 @@ from rollout.requests import SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import WeightPages
-from rollout.weights.update import WeightUpdate, require_active
+from rollout.weights.update import WeightUpdate
 
 Request = dict[str, Any]
 """Sampling parameters in the engine's own format."""
@@ -154,59 +153,24 @@ class HostedRollout(EngineBase):
 
     # ---------------------------------------------------------------- sleep and wake up
 
-    @held()
-    def sleep(
-        self,
-        level: int = 1,
-        unfinished: Unfinished = "refuse",
-        tags: Sequence[str] | None = None,
-        into: str | None = None,
-    ) -> None:
-        """Release the memory of tags, as `Engine.sleep` does.
-
-        The engine's memory outside of its tags stays; see `report()` and the how-to pages.
-
-        Args:
-            level: 1 keeps the weights in host memory, 2 discards them.
-            unfinished: "abort" ends requests of `submit` with their present answers. "refuse" and
-                "recompute" refuse while there are any, because they could not start over.
-            tags: Tags to pause; None: all.
-            into: The trainer's tag that is reloaded next and receives the memory.
-
-        Raises:
-            StateError: Names the unfinished requests; nothing changed.
-            ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
-            LeaseError: Another process maps a tag.
-        """
-        check_sleep(level, unfinished)
-        chosen = self._known(tags)
-        self.decisions.require_outside("sleep")
+    def _before_sleep(self, unfinished: Unfinished) -> None:
         if unfinished == "abort":
             left = self.unfinished
             self._abort(left)
             self.decisions.abort(left)
         self._require_finished("sleep")
-        with handing_over(self.saver, self._peer, into) as release:
-            if WEIGHTS in chosen:
-                self._sleep_weights(level, release)
-            if KV_CACHE in chosen:
-                self._hosted.reset_prefix_cache()
-            for tag in chosen:
-                if tag != WEIGHTS:  # graphs need their memory's content, so every level keeps it
-                    content: Content = "host" if tag == CUDA_GRAPH else "discard"
-                    for name in self._hosted.tags_behind(tag):
-                        self.saver.pause(name, content=content, release=release)
-        if KV_CACHE in chosen:
-            empty_torch_cache(self.saver.device)
 
-    def _sleep_weights(self, level: int, release: Release) -> None:
-        self._update.before_sleep()
-        keep = level == 1 and self._update.keepable
-        if not keep and not self._sleeps(WEIGHTS) and not self._lost(WEIGHTS):
+    def _before_discard(self) -> None:
+        if not self._sleeps(WEIGHTS) and not self._lost(WEIGHTS):
             self._save_buffers()
-        content: Content = "host" if keep else "discard"
-        self.saver.pause(self.store.tag, content=content, release=release)
-        self._update.on_sleep(level)
+
+    def _sleep_caches(self, tags: Sequence[str], unfinished: Unfinished, release: Release) -> None:
+        if KV_CACHE in tags:
+            self._hosted.reset_prefix_cache()
+        for tag in tags:  # graphs need their memory's content, so every level keeps it
+            content: Content = "host" if tag == CUDA_GRAPH else "discard"
+            for name in self._hosted.tags_behind(tag):
+                self.saver.pause(name, content=content, release=release)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
@@ -225,7 +189,8 @@ class HostedRollout(EngineBase):
             self.saver.resume(*asleep)
         # Even if no tag was asleep: an earlier wake-up may have failed before it refilled them.
         self._refill_buffers()
-        self._refill_kv_cache()
+        if self._lost(KV_CACHE) and not self._sleeps(KV_CACHE):
+            self._start_over()
 
     def _save_buffers(self) -> None:
         for buffer, saved in self._buffers:
@@ -236,10 +201,6 @@ class HostedRollout(EngineBase):
             for buffer, saved in self._buffers:
                 buffer.copy_(saved, non_blocking=True)
             self._watch.note(*lost)
-
-    def _refill_kv_cache(self) -> None:
-        if self._lost(KV_CACHE) and not self._sleeps(KV_CACHE):
-            self._start_over()
 
     def _start_over(self) -> None:
         self._hosted.reset_prefix_cache()
@@ -343,15 +304,6 @@ class HostedRollout(EngineBase):
             f"{self._hosted.name} cannot serve the trainer's own pages: its buffers lie among its "
             "weights; sync by copies (alias=False)"
         )
-
-    def digest(self) -> int:
-        """Return the digest of the parameters in the engine's memory.
-
-        Raises:
-            StateError: The weights sleep.
-        """
-        require_active(self.saver, self.store.tag, "read the weights")
-        return self.store.digest()
 
 
 def require_sampling(params: SamplingParams, library: str) -> None:

@@ -35,7 +35,7 @@ from rollout.weights.messages import PackedBox, UpdateReceipt, WeightOffer, Writ
 from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages, shorten
 
 if TYPE_CHECKING:
-    from memsaver import MemorySaver, Ticket
+    from memsaver import Content, MemorySaver, Release, Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class WeightUpdate:
         if theirs != ours:
             raise ValueError(f"version {version} has buffers {theirs}, these weights {ours}")
         self._aliased.require_possible()
-        self.before_sleep()
+        self._roll_back()
         self._aliased.empty()
         self._poison(f"the alias of version {version} did not finish")
         self._on_new_weights()
@@ -220,23 +220,24 @@ class WeightUpdate:
         if self._open is not None or not self._spared:
             self._close(reason)
 
-    @property
-    def keepable(self) -> bool:
-        """Return whether a sleep can keep the weights: they are defined, in the engine's memory."""
-        return self._store.version is not None and not self._aliased.held
+    def sleep(self, level: int, release: "Release", on_discard: Callable[[], None]) -> None:
+        """Pause the weights, and end an open update.
 
-    def before_sleep(self) -> None:
-        """Roll a shadow update back before the weights are paused.
+        Args:
+            level: 1 keeps the content if it is defined and in the engine's own memory.
+            release: Receiver of the memory, see `MemorySaver.pause`.
+            on_discard: Called before the content is discarded.
 
         Raises:
-            LeaseError: A writer maps the shadow pages. Nothing changed.
+            LeaseError: A process maps the weights, or a writer the shadow pages. Nothing changed,
+                except that an open update with shadow pages may be rolled back.
         """
-        self._shadow.give_back()
-        if self._open is not None and self._open.shadow:
-            self._open, self._spared = None, True
-
-    def on_sleep(self, level: int) -> None:
-        """Record that a sleep at this level has paused the weights, which ends an open update."""
+        self._roll_back()
+        keep = level == 1 and self._store.version is not None and not self._aliased.held
+        if not keep:
+            on_discard()
+        content: Content = "host" if keep else "discard"
+        self._saver.pause(self._store.tag, content=content, release=release)
         if self._aliased.give_back():
             self._poison("a sleep gave the trainer's pages back; sync or share the weights again")
         elif level == 2:
@@ -245,6 +246,12 @@ class WeightUpdate:
             self._poison(
                 f"a sleep ended the update to version {self._open.version}; begin it again"
             )
+
+    def _roll_back(self) -> None:
+        """Roll an update with shadow pages back; a LeaseError changes nothing."""
+        self._shadow.give_back()
+        if self._open is not None and self._open.shadow:
+            self._open, self._spared = None, True
 
     def _shapes(self, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the shapes of a writer's buffers, and of the engine's buffers of these names."""
