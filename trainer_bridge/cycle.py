@@ -91,7 +91,7 @@ POISONING = ("sync_weights",)  # stages whose failure may leave the weights unde
 
 
 class Cycle:
-    """Driver of one trainer and one rollout through the states of the table above.
+    """Driver of one trainer and one rollout through the states `train`, `rollout` and `score`.
 
     The caller owns both sides. A new cycle is in state "train": the trainer holds the memory, and
     the rollout sleeps.

@@ -51,7 +51,7 @@ class Score:
         figures: Further figures of the answer by name.
         fault: What failed, on one line; empty if nothing did.
         judges: Whether the function compares the answer with the expected answer.
-        renamed: Whether the function said `exact`, the former name of `correct`.
+        renamed: Whether the function said `exact` in place of `correct`.
     """
 
     reward: float | None = None
