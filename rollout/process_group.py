@@ -23,19 +23,6 @@ _WIDE = {
     "NCCL_P2P_NET_CHUNKSIZE": str(512 << 10),  # bytes
 }
 
-PRIVATE = {
-    "groups of processes with different default groups": (
-        "torch.distributed.ProcessGroup._register_backend",
-        "torch.distributed.ProcessGroup._set_default_backend",
-        "torch.distributed.ProcessGroup._set_group_name",
-        "torch.distributed.distributed_c10d._world.pg_group_ranks",
-        "torch.distributed.distributed_c10d._world.pg_backend_config",
-        "torch._C._distributed_c10d.Backend.Options._timeout",
-        "torch.distributed.ProcessGroup._get_backend",
-    ),
-}
-"""What depends on private names of torch in this file; torch 2.11, 2.13 and 2.15 have them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:

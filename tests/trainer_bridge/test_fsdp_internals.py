@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from rollout import process_group
 from tests.helpers.trainer_bridge.models import make_batch, write_model
-from tests.helpers.trainer_bridge.private_torch import ONLY, PRIVATE, SEEN
+from tests.helpers.trainer_bridge.private_torch import ONLY, PRIVATE, PROCESS_GROUPS, SEEN
 from trainer_bridge import Trainer
 
 
@@ -46,7 +45,7 @@ def test_installed_torch_has_every_private_name_that_is_listed(
     last = [version for version in SEEN if torch.__version__ >= version][-1]
     missing = [
         f"{name} is missing in torch {torch.__version__}; it serves {purpose}"
-        for purpose, names in (PRIVATE | process_group.PRIVATE).items()
+        for purpose, names in (PRIVATE | PROCESS_GROUPS).items()
         for name in names
         if last in ONLY.get(name, SEEN) and not exists(name)
     ]

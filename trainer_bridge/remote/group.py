@@ -115,20 +115,15 @@ class RemoteGroup:
             args, kwargs = _stored_once(args, kwargs)
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
-    def call_each(
-        self,
-        method: str,
-        args: Sequence[tuple[Any, ...] | None],
-        on_death: OnDeath | None = None,
-    ) -> list[Any]:
+    def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         """Call a method with different arguments on each rank, and return the answers by rank.
 
         `args` has positional arguments by rank. A rank with None is not called, and its answer is
-        None. A dead actor ends the call, unless `on_death` says how to go on.
+        None.
         """
         pairs = zip(self.ranks, args, strict=True)
         started = [None if own is None else rank.start(method, *own) for rank, own in pairs]
-        return self._gather(method, started, on_death)
+        return self._gather(method, started)
 
     def _gather(
         self,

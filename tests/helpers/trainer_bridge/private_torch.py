@@ -42,6 +42,18 @@ PRIVATE = {
     ),
 }  # fmt: skip
 """What depends on private names of torch: owner and name, or a path."""
+PROCESS_GROUPS = {
+    "groups of processes with different default groups": (
+        "torch.distributed.ProcessGroup._register_backend",
+        "torch.distributed.ProcessGroup._set_default_backend",
+        "torch.distributed.ProcessGroup._set_group_name",
+        "torch.distributed.distributed_c10d._world.pg_group_ranks",
+        "torch.distributed.distributed_c10d._world.pg_backend_config",
+        "torch._C._distributed_c10d.Backend.Options._timeout",
+        "torch.distributed.ProcessGroup._get_backend",
+    ),
+}
+"""The same for rollout/process_group.py."""
 ONLY = {
     "FSDPParamGroup._orig_dtype": ("2.11", "2.13"),  # then of the shards' grad_dtype
     "FSDPParam.unsharded_accumulated_grad": ("2.11", "2.13"),  # then the unsharded one's gradient
