@@ -15,7 +15,6 @@ from memsaver import StateError
 from memsaver.content_watch import lost_by_others
 from rollout.engine.engine import Engine
 from rollout.errors import PeerLostError
-from rollout.scheduling.prefix import PrefixBlocks
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.samples import Sample
 from rollout.split.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
@@ -51,102 +50,12 @@ class Parcel:
         )
 
 
-class Outbox:
-    """First-in, first-out queue of a prefill rank's prompts and refusals to the decode ranks.
-
-    Decode ranks assign ranges in the order of their requests. The next range of the first parcel is
-    therefore the oldest range that is not freed, so it becomes ready and the queue cannot deadlock.
-
-    `parcels` are all admitted parcels, by request number. The first `sent` of them are sent
-    completely.
-    """
-
-    def __init__(
-        self, cache: StagedCache, blocks: PrefixBlocks, peers: RankPeers, transport: Transport
-    ) -> None:
-        """Open the ring of every decode rank that this one sends to."""
-        self._cache, self._blocks = cache, blocks
-        self._peers, self._transport = peers, transport
-        self.parcels: list[Parcel] = []
-        self.watermarks = [Watermark(0, 0)] * len(peers)
-        self.sent = 0
-        self._slices: dict[int, HeadSlice] = {}
-        self._staging: dict[int, Tensor] = {}
-        device = cache.k.device
-        for peer, hello in enumerate(peers.hellos):
-            writers = head_writers(cache.size, len(peers), peer, cache.heads)
-            total = sum(part.num_heads for part in writers)
-            for part in writers:
-                if part.src_tp_rank == cache.rank:
-                    nbytes = hello.ring_bytes * part.num_heads // total
-                    self._slices[peer] = part
-                    self._staging[peer] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                    # this GPU copies, even into a ring on another GPU
-                    with torch.cuda.device_of(cache.k):
-                        transport.open(peer, hello.ring_bytes, hello.ticket, device)
-
-    def send(self) -> None:
-        """Send the parcels that are ready, in order, and free the pages of each sent parcel."""
-        for parcel in self.parcels[self.sent :]:
-            if not all(self._send_to(peer, parcel) for peer in range(len(self._peers))):
-                return
-            self.drop(parcel)
-            self.sent += 1
-
-    @property
-    def holds_pages(self) -> bool:
-        """Return whether a computed prompt waits to be sent."""
-        return any(parcel.handle is not None for parcel in self.parcels[self.sent :])
-
-    def clear(self) -> None:
-        """Free the pages of the parcels that are not sent."""
-        for parcel in self.parcels[self.sent :]:
-            self.drop(parcel)
-
-    def drop(self, parcel: Parcel) -> None:
-        """Free the pages that a parcel holds."""
-        handle, parcel.handle = parcel.handle, None
-        if handle is not None:
-            self._blocks.release(handle, parcel.asks[0].prompt)
-
-    def _send_to(self, peer: int, parcel: Parcel) -> bool:
-        """Send the ranges that are ready; return whether this rank's part of the parcel is sent."""
-        ask = parcel.asks[peer]
-        if parcel.refusal is not None:
-            if not parcel.nth[peer]:
-                self._peers.send(peer, Refused(number=ask.number, reason=parcel.refusal))
-            parcel.nth[peer] = 1
-            return True
-        first = parcel.first
-        if first is None:
-            return False
-        part = self._slices.get(peer)
-        while part is not None and parcel.nth[peer] < len(ask.ranges):
-            at = ask.ranges[parcel.nth[peer]]
-            if not may_fill(at.round, at.end, self.watermarks[peer]):
-                return False
-            self._put(peer, part, parcel, at)
-            filled = Filled(number=ask.number, nth=parcel.nth[peer], first=first)
-            self._peers.send(peer, filled)
-            parcel.nth[peer] += 1
-        return True
-
-    def _put(self, peer: int, part: HeadSlice, parcel: Parcel, at: Range) -> None:
-        """Gather this rank's heads of a range's tokens, and send them in one bulk copy."""
-        assert parcel.handle is not None
-        k, v = self._cache.k, self._cache.v
-        pages = self._blocks.blocks
-        tokens = pages.token_ids(parcel.handle, at.first, at.first + at.tokens)
-        self._transport.settle(peer)
-        staged = self._staging[peer][: self._cache.nbytes(at.tokens, part.num_heads)]
-        slots = to_device(tokens, k.device)
-        gather_staged(k, v, slots, part.src_head_start, part.num_heads, staged)
-        before = self._cache.nbytes(at.tokens, part.dst_head_start)
-        self._transport.put(peer, staged, at.offset + before)
-
-
 class PromptServer(PromptSource):
     """Prompts that one rank of an engine computes for a decode engine, until that closes.
+
+    Prompts and refusals are sent first in, first out. Decode ranks assign ranges in the order of
+    their requests. The next range of the first parcel is therefore the oldest range that is not
+    freed, so it becomes ready and the queue cannot deadlock.
 
     Args:
         engine: The engine that computes the prompts.
@@ -171,12 +80,32 @@ class PromptServer(PromptSource):
         timeout: float = 60.0,
         connect_timeout: float = 600.0,
     ) -> None:
-        cache = StagedCache.of(engine.model, engine.cache, engine.runner.ranks)
-        hello = cache.greeting()
-        self._peers = RankPeers("decode", hello, key, timeout, connect_timeout, dial=addresses)
         self._engine, self._transport = engine, transport
-        self._outbox = Outbox(cache, engine.prefixes, self._peers, transport)
+        self._cache = StagedCache.of(engine.model, engine.cache, engine.runner.ranks)
+        hello = self._cache.greeting()
+        self._peers = RankPeers("decode", hello, key, timeout, connect_timeout, dial=addresses)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
+        self._watermarks = [Watermark(0, 0)] * len(self._peers)
+        self._parcels: list[Parcel] = []  # all that were admitted, by request number
+        self._sent = 0  # number of the first of them, which are sent completely
+        self._slices: dict[int, HeadSlice] = {}
+        self._staging: dict[int, Tensor] = {}
+        self._open_rings()
+
+    def _open_rings(self) -> None:
+        """Open the ring of every decode rank that this one sends to."""
+        cache, device = self._cache, self._cache.k.device
+        for peer, hello in enumerate(self._peers.hellos):
+            writers = head_writers(cache.size, len(self._peers), peer, cache.heads)
+            total = sum(part.num_heads for part in writers)
+            for part in writers:
+                if part.src_tp_rank == cache.rank:
+                    nbytes = hello.ring_bytes * part.num_heads // total
+                    self._slices[peer] = part
+                    self._staging[peer] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                    # this GPU copies, even into a ring on another GPU
+                    with torch.cuda.device_of(cache.k):
+                        self._transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
     def serve(self) -> None:
         """Compute and send prompts until every decode rank has closed.
@@ -200,7 +129,8 @@ class PromptServer(PromptSource):
         finally:
             engine.prompts = source
             engine.requests.drop(engine.unfinished)
-            self._outbox.clear()
+            for parcel in self._parcels[self._sent :]:
+                self._drop(parcel)
             self._transport.close()
             self._peers.close()
 
@@ -210,7 +140,7 @@ class PromptServer(PromptSource):
         self._receive(0 if engine.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = engine.runner.ranks.agree(
-            [self._peers.loss, self._peers.closed, known, self._outbox.sent],
+            [self._peers.loss, self._peers.closed, known, self._sent],
             engine.saver.device,
             "requests",
         )
@@ -218,14 +148,14 @@ class PromptServer(PromptSource):
             self._peers.lose(loss, "is lost (reported by another rank)")
             raise PeerLostError(f"the prefill engine stopped serving: {self._peers.lost}")
         self._admit(known, sent)
-        if self._outbox.holds_pages:
+        if self._holds_pages:
             engine.require_current()
         step = engine.follow if engine.runner.ranks.rank else engine.step
         for output in step():
             if output.error is not None:
                 error = f"{type(output.error).__name__}: {output.error}"
-                self._outbox.parcels[output.id].refusal = f"the prefill engine failed: {error}"
-        self._outbox.send()
+                self._parcels[output.id].refusal = f"the prefill engine failed: {error}"
+        self._send()
         return closed < len(self._peers)
 
     def _receive(self, seconds: float) -> None:
@@ -234,7 +164,7 @@ class PromptServer(PromptSource):
                 self._asked[peer].append(message)
             else:
                 assert isinstance(message, Watermark)
-                self._outbox.watermarks[peer] = message
+                self._watermarks[peer] = message
 
     # ---------------------------------------------------------------- admission
 
@@ -243,7 +173,7 @@ class PromptServer(PromptSource):
 
         All ranks of this engine have received `known` requests and sent `sent` parcels.
         """
-        parcels, config = self._outbox.parcels, self._engine.config
+        parcels, config = self._parcels, self._engine.config
         while len(parcels) < known:
             asks = [asked[len(parcels)] for asked in self._asked]
             pages = -(-len(asks[0].prompt) // config.page_size)
@@ -290,19 +220,74 @@ class PromptServer(PromptSource):
         self._engine.scheduler.waiting.append(leader)
         self._engine.requests.follow(parcel.samples)
 
+    # ---------------------------------------------------------------- sending
+
+    def _send(self) -> None:
+        """Send the parcels that are ready, in order, and free the pages of each sent parcel."""
+        for parcel in self._parcels[self._sent :]:
+            if not all(self._send_to(peer, parcel) for peer in range(len(self._peers))):
+                return
+            self._drop(parcel)
+            self._sent += 1
+
+    @property
+    def _holds_pages(self) -> bool:
+        """Return whether a computed prompt waits to be sent."""
+        return any(parcel.handle is not None for parcel in self._parcels[self._sent :])
+
+    def _drop(self, parcel: Parcel) -> None:
+        """Free the pages that a parcel holds."""
+        handle, parcel.handle = parcel.handle, None
+        if handle is not None:
+            self._engine.prefixes.release(handle, parcel.asks[0].prompt)
+
+    def _send_to(self, peer: int, parcel: Parcel) -> bool:
+        """Send the ranges that are ready; return whether this rank's part of the parcel is sent."""
+        ask = parcel.asks[peer]
+        if parcel.refusal is not None:
+            if not parcel.nth[peer]:
+                self._peers.send(peer, Refused(number=ask.number, reason=parcel.refusal))
+            parcel.nth[peer] = 1
+            return True
+        first = parcel.first
+        if first is None:
+            return False
+        part = self._slices.get(peer)
+        while part is not None and parcel.nth[peer] < len(ask.ranges):
+            at = ask.ranges[parcel.nth[peer]]
+            if not may_fill(at.round, at.end, self._watermarks[peer]):
+                return False
+            self._put(peer, part, parcel, at)
+            filled = Filled(number=ask.number, nth=parcel.nth[peer], first=first)
+            self._peers.send(peer, filled)
+            parcel.nth[peer] += 1
+        return True
+
+    def _put(self, peer: int, part: HeadSlice, parcel: Parcel, at: Range) -> None:
+        """Gather this rank's heads of a range's tokens, and send them in one bulk copy."""
+        assert parcel.handle is not None
+        k, v = self._cache.k, self._cache.v
+        tokens = self._engine.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens)
+        self._transport.settle(peer)
+        staged = self._staging[peer][: self._cache.nbytes(at.tokens, part.num_heads)]
+        slots = to_device(tokens, k.device)
+        gather_staged(k, v, slots, part.src_head_start, part.num_heads, staged)
+        before = self._cache.nbytes(at.tokens, part.dst_head_start)
+        self._transport.put(peer, staged, at.offset + before)
+
     # ---------------------------------------------------------------- the engine's steps
 
     def computed(self, sample: Sample) -> None:
         """Keep the prompt's pages after the sample ends, which it does with its first token."""
         assert sample.handle is not None
-        parcel = self._outbox.parcels[sample.request]
-        self._outbox.drop(parcel)  # a step that computed it may have failed afterwards
+        parcel = self._parcels[sample.request]
+        self._drop(parcel)  # a step that computed it may have failed afterwards
         parcel.handle = self._engine.prefixes.fork(sample.handle)
         assert parcel.handle is not None, "admission keeps a row free"
 
     def lost(self) -> None:
         """Raise a StateError if prompts were computed and not sent."""
-        if self._outbox.holds_pages:
+        if self._holds_pages:
             reason = lost_by_others([KV_CACHE], "engine")
             raise StateError(
                 f"stopped serving: {reason} before its prompts were sent; connect both engines anew"
