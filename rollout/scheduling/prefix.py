@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -323,29 +324,21 @@ class StatePrefixBlocks(PrefixBlocks):
         """Cache nothing when a sequence ends."""
 
 
+@dataclass(eq=False)
 class Elastic:
     """KV pool that grows and shrinks between steps, see `EngineConfig.elastic`.
 
     Only the pool's first tokens need have memory. The allocator hands out only pages with memory.
     """
 
-    def __init__(
-        self,
-        pool: TokenPool,
-        allocator: PagedTokenToKVPoolAllocator,
-        saver: MemorySaver,
-        least: int,
-        most: int,
-    ) -> None:
-        """Wrap a pool that has all of its memory.
-
-        The pool can shrink from `most` tokens to `least`, which are enough for one sequence.
-        """
-        self.pool, self.allocator, self.saver = pool, allocator, saver
-        self.least, self.most = least, most
-        self.shrinking = False  # whether to free memory that no request needs
-        self._ask_at = 0.0
-        self._left = most  # tokens of the pool when it last shrank
+    pool: TokenPool  # has all of its memory at first
+    allocator: PagedTokenToKVPoolAllocator
+    saver: MemorySaver
+    least: int  # tokens to which the pool can shrink, enough for one sequence
+    most: int  # tokens of the whole pool
+    shrinking: bool = False  # whether to free memory that no request needs
+    _ask_at: float = field(default=0.0, init=False)
+    _left: float = field(default=math.inf, init=False)  # tokens when the pool last shrank
 
     def shrink(self) -> None:
         """Shrink the pool to one sequence; no page may be in use."""
@@ -358,7 +351,7 @@ class Elastic:
 
     def hurry(self) -> None:
         """Query the free memory at the next step, because there are new requests."""
-        self._ask_at, self._left = 0.0, self.most
+        self._ask_at, self._left = 0.0, math.inf
 
     def fit(self, wanted: Callable[[], int], compact: Callable[[int], bool]) -> None:
         """Grow the pool toward the wanted tokens as far as memory is free, or shrink it to them.
@@ -393,14 +386,13 @@ class Elastic:
         with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
             if compact(tokens // self.pool.page_size):
                 self.allocator.limit(tokens)
-                try:
-                    self.pool.resize(tokens)
-                finally:
-                    self.follow()
+                self._resize(tokens)
 
     def _resize(self, tokens: int) -> None:
-        self.pool.resize(tokens)
-        self.follow()
+        try:
+            self.pool.resize(tokens)
+        finally:
+            self.follow()
 
     def follow(self) -> None:
         """Let the allocator hand out exactly the pages that have memory."""
