@@ -179,11 +179,11 @@ def open_ray(
 
         if max_engine_restarts:
             rollout.replacer = Replacer(
-                side,
-                rollout,
-                placement,
-                start_again,
-                allowed=max_engine_restarts,
+                trainer=side,
+                rollout=rollout,
+                placement=placement,
+                start=start_again,
+                left=max_engine_restarts,
                 alias=alias,
                 on_replaced=on_replaced,
             )

@@ -191,12 +191,13 @@ class RemoteRollout(RemoteGroup):
         timeout: float,
         engine_size: int = 1,
         sleeping: int | None = None,
+        replacer: EngineReplacer | None = None,
     ) -> None:
         super().__init__(ranks, timeout)
         self._sleeping = len(self.ranks) if sleeping is None else sleeping
         starts = range(0, len(self.ranks), engine_size)
         self.engines = [range(start, start + engine_size) for start in starts]
-        self.replacer: EngineReplacer | None = None
+        self.replacer = replacer
         self.awake = {*TAGS}
         self.version: int | None = None
         self.without_weights: set[range] = set()
@@ -217,10 +218,7 @@ class RemoteRollout(RemoteGroup):
 
     def each(self) -> list[Self]:
         """Return one handle per rank."""
-        handles = super().each()
-        for handle in handles:
-            handle.replacer = self.replacer
-        return handles
+        return [type(self)([rank], self.timeout, replacer=self.replacer) for rank in self.ranks]
 
     def engine_of(self, actor: str) -> range | None:
         """Return the engine that an actor is a rank of, by its name; None if it is of none."""
@@ -287,9 +285,9 @@ class RemoteRollout(RemoteGroup):
 
     def _call_sleeping(self, method: str, *args: Any, **kwargs: Any) -> None:
         if self._sleeping:
-            sleepers = RemoteRollout(self.ranks[: self._sleeping], self.timeout)
-            sleepers.replacer = self.replacer
-            sleepers.call_all(method, *args, **kwargs)
+            sleepers = self.ranks[: self._sleeping]
+            group = RemoteRollout(sleepers, self.timeout, replacer=self.replacer)
+            group.call_all(method, *args, **kwargs)
 
     @property
     def weights_version(self) -> int:

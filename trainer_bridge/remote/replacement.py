@@ -13,6 +13,7 @@ ray is imported on first use.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.tag_names import WEIGHTS
@@ -25,36 +26,28 @@ OnReplaced = Callable[[int, ActorDied], None]
 """Called with the number of the replacement and its cause before the new engine starts."""
 
 
+@dataclass(kw_only=True)
 class Replacer:
-    """Starts lost engines again, up to `allowed` times; see the module.
+    """Starts lost engines again; see the module.
 
-    Args:
+    Attributes:
         trainer: The trainer, connected to the rollout.
         rollout: The engines.
         placement: The places of both.
         start: Starts the actor of an engine rank, and returns its handle.
-        allowed: Largest number of replacements.
+        left: Number of replacements that are still allowed.
         alias: Whether the engine serves the trainer's pages.
         on_replaced: See `OnReplaced`.
-
-    Attributes:
-        left: Number of replacements that are still allowed.
     """
 
-    def __init__(
-        self,
-        trainer: RemoteTrainer,
-        rollout: RemoteRollout,
-        placement: Placement,
-        start: Callable[[int], Any],
-        *,
-        allowed: int,
-        alias: bool,
-        on_replaced: OnReplaced,
-    ) -> None:
-        self._trainer, self._rollout, self._placement = trainer, rollout, placement
-        self._start, self._alias, self._on_replaced = start, alias, on_replaced
-        self._done, self.left = 0, allowed
+    trainer: RemoteTrainer
+    rollout: RemoteRollout
+    placement: Placement
+    start: Callable[[int], Any]
+    left: int
+    alias: bool
+    on_replaced: OnReplaced
+    _done = 0
 
     def replace(self, error: ActorDied) -> bool:
         """Replace the engine whose actor died, and return whether the new one has weights.
@@ -63,34 +56,34 @@ class Replacer:
             ActorDied: `error`, if it is of no engine, if no replacement is left, or if the engine's
                 node is lost; or the new engine died while it started.
         """
-        engine = self._rollout.engine_of(error.actor)
-        if engine is None or not self.left or self._rollout.ranks[engine.start].lost():
+        engine = self.rollout.engine_of(error.actor)
+        if engine is None or not self.left or self.rollout.ranks[engine.start].lost():
             raise error
         self._done, self.left = self._done + 1, self.left - 1
-        self._on_replaced(self._done, error)
-        self._trainer.connect_to(range(0))  # unmaps pages of the lost engine
+        self.on_replaced(self._done, error)
+        self.trainer.connect_to(range(0))  # unmaps pages of the lost engine
         self._restart(engine)
-        held, served = self._held(), self._rollout.version is not None
-        others = len(self._rollout.serving(but=engine))
-        served = served and (PARAMS in held or not self._placement.colocate or not others)
+        held, served = self._held(), self.rollout.version is not None
+        others = len(self.rollout.serving(but=engine))
+        served = served and (PARAMS in held or not self.placement.colocate or not others)
         brief = [PARAMS] if served and PARAMS not in held else []
-        if engine.start in self._placement.shared:
+        if engine.start in self.placement.shared:
             self._build_beside_trainer(engine, held, brief)
         else:
-            self._rollout.build([engine])
+            self.rollout.build([engine])
             self._reload(brief)
-        fresh = self._rollout.of(engine)
-        awake = self._rollout.awake if engine.start in self._placement.shared else set()
+        fresh = self.rollout.of(engine)
+        awake = self.rollout.awake if engine.start in self.placement.shared else set()
         fresh.wake_up(sorted(awake & {WEIGHTS}))
         if served:
-            self._trainer.connect_to(engine)
-            sync = "alias_weights" if self._alias else "sync_weights"
-            assert self._rollout.version is not None
-            self._trainer.sync_connected(sync, self._rollout.version)
+            self.trainer.connect_to(engine)
+            sync = "alias_weights" if self.alias else "sync_weights"
+            assert self.rollout.version is not None
+            self.trainer.sync_connected(sync, self.rollout.version)
         else:
-            self._rollout.without_weights.add(engine)
+            self.rollout.without_weights.add(engine)
         if brief:
-            self._trainer.offload(*brief)
+            self.trainer.offload(*brief)
         fresh.wake_up(sorted(awake - {WEIGHTS}))
         return served
 
@@ -99,26 +92,26 @@ class Replacer:
         import ray
 
         for rank in engine:
-            actor = self._rollout.ranks[rank]
+            actor = self.rollout.ranks[rank]
             ray.kill(actor.handle)
-            actor.handle = self._start(rank)
+            actor.handle = self.start(rank)
 
     def _build_beside_trainer(self, engine: range, held: list[str], brief: list[str]) -> None:
-        leaving = [tag for tag in held if not (self._alias and tag == PARAMS)]
+        leaving = [tag for tag in held if not (self.alias and tag == PARAMS)]
         if leaving:
-            self._trainer.offload(*leaving)
-        self._rollout.build([engine])
-        self._rollout.of(engine).sleep(level=2)
+            self.trainer.offload(*leaving)
+        self.rollout.build([engine])
+        self.rollout.of(engine).sleep(level=2)
         self._reload([*leaving, *brief])
-        sides = self._trainer.each(), self._rollout.each()
+        sides = self.trainer.each(), self.rollout.each()
         for rank in engine:
             introduce(*(side[rank] for side in sides))
 
     def _reload(self, tags: list[str]) -> None:
         if tags:
-            self._trainer.reload(*tags)
+            self.trainer.reload(*tags)
 
     def _held(self) -> list[str]:
         """Return the trainer's tags that have memory on the device."""
-        tags = self._trainer.each()[0].report(others=False).tags
+        tags = self.trainer.each()[0].report(others=False).tags
         return [tag for tag in TRAINER_TAGS if tag in tags and tags[tag].committed_bytes]
