@@ -49,16 +49,6 @@ def answer_call(channel: Connection, side: ActorBase) -> None:
     channel.send_bytes(pickle.dumps(answer))
 
 
-def serve(channel: Connection, side: ActorBase) -> None:
-    """Answer calls, one after the other, until the other end is gone."""
-    # Only this thread calls `side`, which therefore needs no lock.
-    while True:
-        try:
-            answer_call(channel, side)
-        except (EOFError, ConnectionError):
-            return
-
-
 class NamedSocket(NamedTuple):
     """A socket at which a process listens, with the name that the other process must know."""
 
@@ -126,6 +116,17 @@ def connect(name: str) -> Connection:
         connection.close()
         raise
     return _channel(connection)
+
+
+def serve(name: str, side: ActorBase) -> None:
+    """Connect to the process that listens at `name`, and answer its calls until it is gone.
+
+    Raises:
+        OSError: As `connect`.
+    """
+    with connect(name) as channel, contextlib.suppress(EOFError, ConnectionError):
+        while True:  # Only this thread calls `side`, which therefore needs no lock.
+            answer_call(channel, side)
 
 
 def _address(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from rollout.errors import RankError
 from rollout.ops.row_wise import add_parts
 from rollout.process_group import host_group
 
+_T = TypeVar("_T")
 _GRACE_SECONDS = 2.0  # for the other ranks to post the stage in which they stopped
 STAGING_BYTES = 32 << 20
 # Memory of NCCL for the ranks of an engine, as measured with 2 and 4 H100 of one host, captured
@@ -202,8 +203,7 @@ class TensorParallel:
         """
         if self.size == 1:
             return
-        values: list[Any] = []
-        self._exchange(subject, lambda: values.extend(all_gather_plain(value, self._group)))
+        values = self._exchange(subject, lambda: all_gather_plain(value, self._group))
         if differing := [rank for rank, theirs in enumerate(values) if theirs != values[0]]:
             raise ValueError(
                 f"{subject} of tensor-parallel ranks {differing} differs from rank 0's; give all "
@@ -229,9 +229,9 @@ class TensorParallel:
             self.failure = f"tensor-parallel rank {self.rank} {text}"
             self._post(text)
 
-    def _exchange(self, stage: str, collective: Callable[[], object]) -> None:
+    def _exchange(self, stage: str, collective: Callable[[], _T]) -> _T:
         try:
-            collective()
+            return collective()
         # torch.distributed raises its subclasses for a timeout and for a lost connection
         except RuntimeError as error:
             if _capturing():

@@ -5,7 +5,6 @@ from rollout.model.decoder import (
     GatedConfig,
     ModelConfig,
     rank_groups,
-    rank_layout,
     whole_manifest,
 )
 from rollout.model.hub import resolve_model
@@ -40,7 +39,6 @@ __all__ = [
     "open_tensors",
     "parameter_shapes",
     "rank_groups",
-    "rank_layout",
     "read_json",
     "resolve_model",
     "spellings",

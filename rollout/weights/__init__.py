@@ -13,7 +13,6 @@ from rollout.weights.messages import (
     torch_dtype,
 )
 from rollout.weights.params import held
-from rollout.weights.store import arena_nbytes
 
 __all__ = [
     "ArenaBox",
@@ -25,7 +24,6 @@ __all__ = [
     "WeightLayout",
     "WeightOffer",
     "WriteReceipt",
-    "arena_nbytes",
     "held",
     "torch_dtype",
 ]

@@ -16,7 +16,7 @@ from memsaver import StateError
 from memsaver.system.plain import all_gather_plain
 from rollout import channel
 from rollout.protocols import UpdatableEngine
-from trainer_bridge.adoption.verl.names import server_pair, socket_name
+from trainer_bridge.adoption.verl.names import socket_name
 from trainer_bridge.adoption.verl.ungathered_engine import TrainerWeights
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync
 
@@ -216,7 +216,7 @@ class VerlSync:
     async def _connected_server(self) -> PeerCalls:
         assert self._secret is not None
         if self._server is None:
-            self._server = PeerCalls(server_pair(self._handle.pair), "the engine's server")
+            self._server = PeerCalls(f"{self._handle.pair}-server", "the engine's server")
         if not self._server.connected:
             self._server.listen(self._secret)
             await self.server_handle.connect_trainer.remote(self._server.pair, self._secret)

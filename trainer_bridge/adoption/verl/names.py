@@ -17,11 +17,6 @@ def socket_name(pair: str, secret: str) -> str:
     return f"verl-{pair}-{secret}"
 
 
-def server_pair(pair: str) -> str:
-    """Return the name of the pair of the trainer rank in `pair` and its replica's server."""
-    return f"{pair}-server"
-
-
 def engine_pair(job: str, replica: int, rank: int) -> str:
     """Return the name of the pair of a trainer rank and a rank of the native engine."""
     return f"{ENGINE_ROLLOUT}-{job}-{replica}-{rank}"

@@ -16,8 +16,8 @@ class UpdateSide(ActorBase):
 
     def serve(self, name: str) -> None:
         """Connect to the trainer's socket, and answer calls until the trainer closes it."""
-        with contextlib.suppress(ConnectionAbortedError), channel.connect(name) as calls:
-            channel.serve(calls, self)
+        with contextlib.suppress(ConnectionAbortedError):
+            channel.serve(name, self)
 
     def outcome(self) -> tuple[int | None, str | None]:
         """Return the version of the weights; None and the reason while they are undefined."""

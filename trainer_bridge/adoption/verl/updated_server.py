@@ -43,7 +43,7 @@ class UpdatedServer(ABC):
         name = socket_name(pair, secret)
         # The thread waits for the trainer's calls, and during an update for the event loop, which
         # therefore never waits for the thread. The trainer ends it by closing the socket.
-        Thread(target=_serve, args=(name, side), daemon=True, name="weight-updates").start()
+        Thread(target=channel.serve, args=(name, side), daemon=True, name="weight-updates").start()
 
     async def update_in_place(self, version: int, secret: str) -> None:
         """Let the engine serve one update by a trainer with this secret.
@@ -80,8 +80,3 @@ class _InLoop(ActorBase):
     def update_in_place(self, version: int) -> None:
         update = self._server.update_in_place(version, self._secret)
         asyncio.run_coroutine_threadsafe(update, self._loop).result()
-
-
-def _serve(name: str, side: ActorBase) -> None:
-    with channel.connect(name) as calls:
-        channel.serve(calls, side)
