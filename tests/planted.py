@@ -399,9 +399,9 @@ BUGS = [
     ),
     Bug(
         "a request of verl whose caller left is generated to its end",
-        "rollout/loop/engine_loop.py",
+        "rollout/loop/owner.py",
         "trainer_bridge/adoption/test_named_requests.py",
-        "        if future.cancelled():\n            self.abort(future)\n",
+        "        if future.cancelled():\n            function(future)\n",
         "        assert future.done()\n",
     ),
     Bug(

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from memsaver import StateError
 from rollout.engine.step_decisions import StepDecision
 from rollout.engine.stepping import SteppedEngine, joined
-from rollout.loop.owner import OwnerThread, fail, settle
+from rollout.loop.owner import OwnerThread, fail, settle, when_cancelled
 from rollout.requests import Completion, Output, SamplingParams, for_each
 
 OnOutput = Callable[[Output], None]
 _FOREVER = 10.0 * 365 * 24 * 3600  # seconds: an idle engine waits for its first rank
-_CLOSE, _FOLLOW = "close", "follow"
+_CLOSE = "close"
 
 
 @dataclass(eq=False)
@@ -121,8 +121,6 @@ class EngineLoop(OwnerThread):
         except BaseException:
             self.abort(*futures)
             raise
-        finally:
-            self.call(lambda: None, _FOLLOW)
 
     def abort(self, *futures: Future[list[Completion]]) -> None:
         """End requests with their present answers; those that have ended already are left alone.
@@ -144,12 +142,8 @@ class EngineLoop(OwnerThread):
         futures = [request.future for request in requests]
         self._put(partial(self._accept, requests), *futures)
         for future in futures:
-            future.add_done_callback(self._abort_cancelled)
+            when_cancelled(future, self.abort)
         return futures
-
-    def _abort_cancelled(self, future: Future[list[Completion]]) -> None:
-        if future.cancelled():
-            self.abort(future)
 
     # ---------------------------------------------------------------- in the thread
 
@@ -251,10 +245,6 @@ class FollowingLoop(OwnerThread):
         self._calls: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
         super().__init__(engine)
         threading.Thread(target=self._hear, daemon=True, name="decisions").start()
-
-    def follow(self) -> None:
-        """Wait until a call of `generate` of the first rank's loop has ended."""
-        self.call(lambda: None, _FOLLOW).result()
 
     def close(self) -> None:
         """Wait until the first rank's loop is closed. Then any thread may use the engine."""

@@ -67,7 +67,10 @@ class LoopActor(ActorBase):
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:
         """Answer prompts, on the first rank; see `Engine.generate`. The other ranks `follow`."""
         if isinstance(self.loop, EngineLoop):
-            return self.loop.generate(*args, **kwargs)
+            try:
+                return self.loop.generate(*args, **kwargs)
+            finally:
+                self.loop.call(lambda: None, "follow")
         with self._turn:
             answers: list[list[Completion]] = self.held.generate(*args, **kwargs)
         return answers
@@ -75,4 +78,4 @@ class LoopActor(ActorBase):
     def follow(self) -> None:
         """Wait until a call of `generate` of the first rank has ended."""
         assert isinstance(self.loop, FollowingLoop), "the first rank decides"
-        self.loop.follow()
+        self.loop.call(lambda: None, "follow").result()

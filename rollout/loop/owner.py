@@ -110,3 +110,13 @@ def fail(future: Future[Any], error: BaseException) -> None:
     """Give a future an error; not if its owner has cancelled it."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
+
+
+def when_cancelled(future: Future[_Value], function: Callable[[Future[_Value]], object]) -> None:
+    """Call a function with a future when that is cancelled."""
+
+    def done(future: Future[_Value]) -> None:
+        if future.cancelled():
+            function(future)
+
+    future.add_done_callback(done)

@@ -16,7 +16,7 @@ from typing import Any
 
 from memsaver import StateError
 from rollout.loop.loop_actor import LoopActor
-from rollout.loop.owner import fail, settle
+from rollout.loop.owner import fail, settle, when_cancelled
 from rollout.process_group import RankAddress
 from rollout.requests import Completion, SamplingParams
 
@@ -70,16 +70,12 @@ class RankProcesses:
         To cancel the future ends the request, too.
         """
         future = self._ranks[0].ask("submit", prompt, params)
-        future.add_done_callback(self._abort_cancelled)
+        when_cancelled(future, self.abort)
         return future
 
     def abort(self, *futures: Future[list[Completion]]) -> None:
         """End requests of `submit` with their present answers."""
         self._ranks[0].abort({*futures})
-
-    def _abort_cancelled(self, future: Future[list[Completion]]) -> None:
-        if future.cancelled():
-            self.abort(future)
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
         """Call a method of all ranks, and return the answers by rank.

@@ -20,7 +20,7 @@ def most_tokens(prompt: Sequence[int], params: SamplingParams) -> int:
 
 
 class Router:
-    """Sends each request to the replica with the fewest tokens under way, the first of several.
+    """Sends each request to the replica with the fewest unfinished tokens, the first of several.
 
     Requests with the same key go where the first of them went, which has the keys and values of
     what they share. Any thread may call it.
@@ -34,7 +34,7 @@ class Router:
     def pick(
         self, replicas: Sequence[_Replica], tokens: int, key: Hashable | None = None
     ) -> _Replica:
-        """Return the replica for a request, whose tokens are under way there until `done`.
+        """Choose the replica of a request, whose tokens count there until `done`.
 
         Args:
             replicas: The choice; a key of which no replica is among them chooses anew.

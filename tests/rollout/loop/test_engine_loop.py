@@ -188,7 +188,6 @@ def share(rank: int, path: str) -> tuple[Any, ...]:
     if rank:
         following = FollowingLoop(engine)
         sleep_and_wake(following)
-        following.follow()
         following.close()
         looped = blocking
     else:
@@ -214,7 +213,7 @@ def lose(rank: int, path: str) -> str:
 
         engine.runner.forward = forward  # type: ignore[method-assign]
         with pytest.raises(OSError, match="cosmic ray"):
-            FollowingLoop(engine).follow()
+            FollowingLoop(engine).call(lambda: None, "of the first rank").result()
         return ""
     loop = EngineLoop(engine)
     with pytest.raises(RankError) as caught:
