@@ -20,6 +20,8 @@ _log = logging.getLogger("rollout")
 class OpenRequests:
     """All requests whose ends are not told yet: checks, numbers and queues them, and tells of them.
 
+    Each token is told once. A request stays open until the caller has its last output.
+
     A request without a seed gets one from its number and the engine's seed.
     """
 
