@@ -95,8 +95,7 @@ class ModelSection:
         config: Fields of a transformers config, with its model_type. vocab_size defaults to the
             tokenizer's. Unused with a path.
         dtype: Precision of the rollout and of the trainer's forward and backward passes. float16
-            rounds an eighth as much as bfloat16, trains with a loss scale, and is too narrow for
-            some models.
+            trains with a loss scale, and is too narrow for some models.
         fp32_router: Whether the routers of a mixture of experts compute in float32, in rollout and
             trainer.
     """
@@ -135,8 +134,7 @@ class EngineSection:
         sleep_level: 1 keeps the weights on the host; 2 discards them, and every wake-up syncs them.
         cuda_graphs: Whether decoding on a GPU runs as CUDA graphs.
         kv_cache_dtype: Precision of the KV pool; auto: model.dtype.
-        host_to_device_ratio: Size of the host tier below the KV pool, in multiples of the pool; 0:
-            no host tier.
+        host_to_device_ratio: Size of the host tier, in multiples of the KV pool; 0: no host tier.
         preemption: With a host tier, how a sample makes room for others: its KV is swapped to the
             host, or recomputed later.
         tensor_parallel_size: Devices that share one engine.
@@ -186,7 +184,7 @@ class TrainerSection:
         beta2: Decay of the second moment.
         max_grad_norm: Norm to which larger gradients are scaled down.
         router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts, over all
-            tokens of a micro batch; 0: no such loss.
+            tokens of a micro batch; 0: none.
         micro_batch_size: Sequences of the largest length in a pass, or as many tokens of shorter
             ones; auto: on a GPU beside a native engine, the largest that saves time and fits by the
             plan; else 4.
@@ -195,8 +193,8 @@ class TrainerSection:
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing.
         threads: CPU threads of torch; null: torch's own choice.
-        optimizer: Either adamw, or adamw_8bit, whose moments take 2 bytes a parameter instead of 8;
-            it needs bitsandbytes (`pip install 'memsaver[optim]'`).
+        optimizer: With adamw_8bit, moments take 2 bytes a parameter instead of 8; it needs
+            bitsandbytes (`pip install 'memsaver[optim]'`).
         optimizer_offload: Whether masters and moments lie in host memory and pass through the
             device in an update.
     """
@@ -247,8 +245,7 @@ class SamplingSection:
         length_penalty_tokens: Tokens before max_tokens over which the deduction grows from 0 to
             length_penalty; null: a fifth of max_tokens.
         temperature: Sampling temperature. Greedy samples (0) of one prompt would be alike and teach
-            nothing. There is no top-k or top-p: an update needs log-probabilities over the whole
-            vocabulary.
+            nothing. There is no top-k or top-p.
     """
 
     max_tokens: Count = 512
@@ -278,10 +275,9 @@ class LossSection:
         kl_coef: Weight of the KL divergence from the reference; 0: no reference model.
         kl_in: Whether that divergence is part of the loss or of the rewards; auto: of the loss with
             grpo, of the rewards with ppo.
-        kl_estimator: Estimate of the divergence at a token: k1, k2 or k3; auto: k3 in the loss, k1
-            in the rewards.
-        reference_every: Steps after which the reference takes the policy's weights; 0: never. Then
-            checkpoints hold the reference, too.
+        kl_estimator: Estimate of the divergence at a token; auto: k3 in the loss, k1 in the
+            rewards.
+        reference_every: Steps after which the reference takes the policy's weights; 0: never.
         entropy_coef: Weight of the entropy, which the loss rewards.
         mask_cut_off: Whether updates leave out answers that max_tokens cut off. With grpo, they
             still count in the advantages of others.
@@ -312,8 +308,8 @@ class CorrectionSection:
             none.
         level: Whether each token has its own weight, or all tokens of an answer share the product
             (sequence) or the geometric mean of their weights.
-        how: What happens to a weight out of bounds. With truncate, a weight above `high` becomes
-            `high`. With mask, a weight above `high` or below `low` becomes 0.
+        how: What happens to a weight out of bounds: truncate sets a weight above `high` to `high`,
+            mask sets a weight above `high` or below `low` to 0.
         low: Lower bound of a mask.
         high: Upper bound of the weights.
         reject: Figure of an answer that `reject_above` limits: the mean or the largest size of the
@@ -421,8 +417,8 @@ class ProblemSection:
         reward_weights: Weight of each reward function in the sum; empty: 1 each.
         extract: Part of an answer that packaged functions, files and reasoning_gym score: the whole
             text, its last number, the content of its last \\boxed{}, or of its last <answer> tag.
-        correct_by: Function of `rewards` that decides whether an answer is correct; null: the first
-            that says so, else the first that takes the expected answer, else the first.
+        correct_by: Function of `rewards` that decides whether an answer is correct; null: chosen as
+            docs/how-to/rewards.md says.
     """
 
     name: Annotated[str, Field(pattern=r"^(toy|file|[^:]+:\w+)$", examples=["toy"])]
@@ -465,8 +461,8 @@ class TaskSection(ProblemSection):
         timeout: Seconds that one call of a reward function in a worker process may take.
         workers: Processes that call reward functions; 0: the process of the command, where only
             async functions have a timeout; null: half of the CPUs, at most 8.
-        concurrency: Largest number of calls of an async reward function at a time, such as a judge
-            may get; waiting for a turn does not count as time of the call. null: no limit.
+        concurrency: Largest number of calls of an async reward function at a time; waiting for a
+            turn does not count as time of the call. null: no limit.
     """
 
     mixture: list[ProblemSection] = Field(default_factory=list, max_length=255)
@@ -570,8 +566,7 @@ class ClusterSection:
         gpu: GPU of the plan, unless `memsaver plan --gpu` names another or device=cpu.
         host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it, and
             with device=cpu takes this machine's.
-        call_timeout: Timeout of one call of all actors, in seconds; raise it if a stage of a large
-            model takes longer.
+        call_timeout: Timeout of one call of all actors, in seconds.
         max_engine_restarts: How many native engines that lose an actor are replaced while the run
             goes on.
         address: HOST:PORT of a running Ray cluster; null: that of the Ray job (RAY_ADDRESS), else
