@@ -227,11 +227,15 @@ class Scheduler:
         self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
-        """Fork the siblings of a sample whose prefill is complete, and return them."""
-        siblings, sample.siblings = sample.siblings, []
-        for sibling in reversed(siblings):
-            self._fork(sample, sibling)
-        return siblings
+        """Fork the siblings of a sample whose prefill is complete, and return them.
+
+        If a fork fails, it and the siblings before it still wait for the sample.
+        """
+        forked = deque[Sample]()
+        while sample.siblings:
+            self._fork(sample, sample.siblings[-1])
+            forked.appendleft(sample.siblings.pop())
+        return list(forked)
 
     def _fork(self, parent: Sample, child: Sample) -> None:
         child.handle = self.blocks.fork(_handle(parent))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvcache import ReqHandle
 from memsaver import StateError
 from rollout import Completion, Engine, Output, SamplingParams
 from rollout.scheduling.samples import Step
@@ -158,6 +159,24 @@ def test_failed_step_starts_over_and_the_second_in_a_row_ends_its_requests(
         engine.generate([PROMPTS[1]], params)
     assert engine.unfinished == [] and engine.generate([PROMPTS[1]], params) == [expected]
     engine.check_integrity()
+
+
+def test_siblings_that_were_not_forked_in_a_failed_step_are_answered(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(**FIELDS | {"n": 4, "seed": 3, "temperature": 1.0})
+    (expected,) = engine.generate([PROMPTS[1]], params)
+    usual, calls = engine.prefixes.fork, itertools.count()
+
+    def fork(handle: ReqHandle) -> ReqHandle | None:
+        if next(calls) == 1:
+            raise RuntimeError("out of memory")
+        return usual(handle)
+
+    monkeypatch.setattr(engine.prefixes, "fork", fork)
+    id = engine.submit(PROMPTS[1], params)
+    ended = finish(engine)
+    assert [ended[id, index] for index in range(4)] == expected and next(calls) == 4
 
 
 def test_requests_of_other_steps_survive_what_ends_one(
