@@ -1,7 +1,7 @@
 """The memory of an engine's KV cache: sleep and wake-up, growth, and loss of its content."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from memsaver import ContentWatch, MemorySaver, Release
 from rollout.scheduling.kv_cache import Cache
@@ -21,10 +21,13 @@ class CacheMemory:
         cache: The KV cache.
         scheduler: The requests, which start over when keys and values are lost.
         saver: The saver that has the tag `kv_cache`.
+        drain: Waits for the steps under way.
     """
 
-    def __init__(self, cache: Cache, scheduler: Scheduler, saver: MemorySaver) -> None:
-        self._cache, self._scheduler, self._saver = cache, scheduler, saver
+    def __init__(
+        self, cache: Cache, scheduler: Scheduler, saver: MemorySaver, drain: Callable[[], None]
+    ) -> None:
+        self._cache, self._scheduler, self._saver, self._drain = cache, scheduler, saver, drain
         self._watch = ContentWatch(saver, KV_CACHE)
         self._renewed = True  # whether the KV cache was prepared after its last resume
 
@@ -79,6 +82,7 @@ class CacheMemory:
 
     def _compact(self, pages: int) -> bool:
         """Move all pages in use to the first `pages` pages; return whether that was possible."""
+        self._drain()
         arriving = any(sample.remote for sample in self._scheduler.running)
         return not arriving and self._scheduler.blocks.compact(pages)
 

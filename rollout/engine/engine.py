@@ -57,8 +57,8 @@ class Engine(EngineBase, SteppedEngine):
 
     Construction allocates all memory. The weights are undefined until `load` or a weight update.
     `store` (weights), `cache` (pool, request table, states), `blocks` and `prefixes` (pages),
-    `scheduler` and `requests` (requests) and `runner` (computation) are open to inspection; only
-    the engine's methods may change them.
+    `scheduler` and `requests` (requests), `steps` and `runner` (computation) are open to
+    inspection; only the engine's methods may change them.
 
     Args:
         model: The model's configuration.
@@ -130,10 +130,10 @@ class Engine(EngineBase, SteppedEngine):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self.prompts = PromptSource()
-        self._steps = TokenSteps(self.scheduler, self.runner, self.store)
+        self.steps = TokenSteps(self.scheduler, self.runner, self.store)
         self.decisions = StepDecisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
-        self._memory = CacheMemory(self.cache, self.scheduler, saver)
+        self._memory = CacheMemory(self.cache, self.scheduler, saver, self.steps.drain)
         self._checked = -1  # the saver's number of operations when the engine was found ready
         self._in_flight: InFlight = "refuse"  # of the update that was begun last
 
@@ -240,16 +240,32 @@ class Engine(EngineBase, SteppedEngine):
             self.cache.elastic.hurry()
         return samples[0].request
 
+    @held()
+    def drain(self) -> None:
+        """Wait for steps under way; the next `step` returns their outputs.
+
+        Methods that need this call it themselves.
+
+        Raises:
+            RuntimeError: The device failed.
+        """
+        self.steps.drain()
+
     def _abort(self, ids: Sequence[int]) -> None:
-        self.requests.abort(ids)
+        if ids:
+            self.drain()
+            self.requests.abort(ids)
 
     def _drop(self, ids: Sequence[int]) -> None:
-        with contextlib.suppress(StateError):  # raised if the saver is closed
-            self._memory.notice_loss(self.prompts)
-        self.requests.drop(ids)
+        if ids:
+            with contextlib.suppress(Exception):  # the call that failed raises its own error
+                self.drain()
+            with contextlib.suppress(StateError):  # raised if the saver is closed
+                self._memory.notice_loss(self.prompts)
+            self.requests.drop(ids)
 
     def _advance(self) -> list[Output]:
-        ended = self.requests.take(self._steps.not_finite)
+        ended = self.requests.take(self.steps.not_finite)
         if ended or not self.requests.ids:
             return ended
         if not self.scheduler.running:
@@ -258,8 +274,11 @@ class Engine(EngineBase, SteppedEngine):
             self.require_current()
             self.prompts.receive()
             self._memory.fit(self.prompts)
-            self._steps.run(self.prompts)
-            return self.requests.take(self._steps.not_finite)
+            self.steps.run(self.prompts)
+            outputs = self.requests.take(self.steps.not_finite)
+            if not self.requests.ids:
+                self.drain()  # a step of samples that have ended
+            return outputs
         except BaseException as error:
             self._ranks.fail(error)
             raise
@@ -280,6 +299,7 @@ class Engine(EngineBase, SteppedEngine):
         return self.runner.graphs
 
     def _before_sleep(self, unfinished: Unfinished) -> None:
+        self.drain()
         if unfinished == "refuse" and (left := self.scheduler.unfinished):
             raise StateError(
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
@@ -496,6 +516,7 @@ class Engine(EngineBase, SteppedEngine):
     def _settle(self, action: str, in_flight: InFlight) -> None:
         """Raise a StateError if requests run, and new weights are refused for them."""
         self.decisions.require_outside(action)
+        self.drain()
         if (running := self.scheduler.running) and in_flight == "refuse":
             rule = f"cannot {action} while requests run: {names_of(running)}; step until they end"
             raise StateError(f'{rule}, or use in_flight="recompute" or "keep"')

@@ -142,6 +142,12 @@ class EngineBase(SaverSide):
     _expert_parallel = 1
     _update: WeightUpdate
 
+    def drain(self) -> None:
+        """Wait for steps under way; the next `step` returns their outputs.
+
+        Methods that need this call it themselves. An engine whose `step` waits has nothing to do.
+        """
+
     # ---------------------------------------------------------------- weights
 
     @property
@@ -255,6 +261,7 @@ class EngineBase(SaverSide):
         Args:
             reason: The reason that a poisoned engine reports.
         """
+        self.drain()
         self._update.abort(reason)
 
     # ---------------------------------------------------------------- memory

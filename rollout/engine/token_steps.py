@@ -1,11 +1,14 @@
 """Steps of an engine: each computes the next token of its samples, or a part of prompts."""
 
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from kvcache import ReqHandle
 from rollout.ops.token_sampling import Sent
 from rollout.running.runner import ModelRunner
 from rollout.running.step_routing import StepRouting
@@ -19,33 +22,55 @@ _log = logging.getLogger("rollout")
 
 
 class Launched(NamedTuple):
-    """A step whose results may still be under way from the device."""
+    """A step whose results may still be under way from the device.
 
-    samples: list[Sample]  # of which each receives a token
-    sent: Sent | None  # their tokens and log-probabilities; None without samples
+    A sample that has another handle when the results arrive has ended or was preempted since. Its
+    results are dropped: it needs none, or the same token is chosen again.
+    """
+
+    # (row of the logits, sample, its handle then) of each sample that receives a token.
+    members: list[tuple[int, Sample, ReqHandle | None]]
+    sent: Sent | None  # their tokens and log-probabilities; None without members
+    version: int  # of the weights
     logits: Tensor
     branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
+    decoded: int  # number of decoding samples, whose rows are the first
     routing: StepRouting | None
 
 
 class TokenSteps:
     """The steps of one engine, which calls `run` when weights and KV cache are ready.
 
+    With a depth above 0, a step is launched before the results of the one before are read, so that
+    the device does not wait for the host. Everything that the host launches runs in the order of
+    one stream: whoever gets the row or the pages of a sample that has ended writes to them after
+    it. What does not run in that order, or needs the results, calls `drain` first.
+
     Args:
         scheduler: Chooses the samples of each step, and receives their tokens.
         runner: Computes the steps.
         store: The weights, whose version each token records.
+        depth: Number of steps that may stay under way when `run` returns.
+
+    Attributes:
+        under_way: The steps whose results are not read, in the order of their launches.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, store: WeightStore) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, store: WeightStore, depth: int = 0
+    ) -> None:
         self._scheduler, self._runner, self._store = scheduler, runner, store
+        self.depth = depth
+        self.under_way = deque[Launched]()
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
 
     def run(self, prompts: PromptSource) -> None:
-        """Run one forward of the samples that the scheduler chooses, and choose their next tokens.
+        """Launch a forward of the samples that the scheduler chooses, and read an earlier one.
 
-        If the step fails, the running samples start over, because pages were allocated for tokens
-        that were not computed. Samples of two failed steps in a row end with the error.
+        The next tokens of beam searches and of a split are chosen on the host, so such steps are
+        read at once. If the step fails, the running samples start over, because pages were
+        allocated for tokens that were not computed. Samples of two failed steps in a row end with
+        the error.
 
         Args:
             prompts: Present source of the keys and values of prompts.
@@ -56,22 +81,38 @@ class TokenSteps:
         """
         step = None
         try:
-            step = self._scheduler.schedule()
+            step = self._scheduler.schedule(self._collect_all)
             prompts.ask(step)
+            depth = 0
             if step.decode or step.chunks:
-                self._collect(self._launch(step, prompts))
+                launched = self._launch(step, prompts)
+                self.under_way.append(launched)
+                depth = self.depth if prompts.overlap and not launched.branches else 0
+            self._collect_until(depth)
         except BaseException as error:
-            self._scheduler.preempt_all()
+            self._start_over()
             if step is None or not isinstance(error, Exception) or self._runner.ranks.size > 1:
                 raise
             self._blame(step.samples, error)
         else:
             self._suspects = frozenset()
 
+    def drain(self) -> None:
+        """Read the results of the steps under way.
+
+        Raises:
+            BaseException: They could not be read. The running samples start over.
+        """
+        try:
+            self._collect_all()
+        except BaseException:
+            self._start_over()
+            raise
+
     def not_finite(self, sample: Sample) -> FloatingPointError:
         """Return the error of a sample whose last log-probability was not finite."""
         text = f"a log-probability of sample {sample.name} is not finite after "
-        text += f"{sample.length - len(sample.prompt)} tokens of version {self._store.last_version}"
+        text += f"{len(sample.output)} tokens of version {self._store.last_version}"
         if names := self._store.not_finite():
             return FloatingPointError(
                 f"{text}: NaN or infinity in {shorten(names)}; load or sync finite weights"
@@ -80,6 +121,29 @@ class TokenSteps:
             f"{text}: the weights are finite, so values exceeded the range of the dtype of the "
             f"engine or of its KV cache; use dtype bfloat16 or float32 and kv_cache_dtype auto"
         )
+
+    def _collect_all(self) -> bool:
+        """Read the results of the steps under way, and return whether there were any."""
+        launched = bool(self.under_way)
+        self._collect_until(0)
+        return launched
+
+    def _collect_until(self, left: int) -> None:
+        """Read results until `left` steps are under way; after an error, none is."""
+        while len(self.under_way) > left:
+            try:
+                self._collect(self.under_way.popleft())
+            except BaseException:
+                self.under_way.clear()  # later tokens follow those that were lost
+                raise
+
+    def _start_over(self) -> None:
+        """Preempt all running samples after an error; results of earlier steps are read first."""
+        with contextlib.suppress(Exception):
+            self._collect_all()
+        with contextlib.suppress(Exception):
+            self._runner.wait()  # for kernels that write to the memory of dropped results
+        self._scheduler.preempt_all()
 
     def _blame(self, samples: Sequence[Sample], error: Exception) -> None:
         """End the samples of a failed step that were in the failed step before it, too."""
@@ -106,24 +170,35 @@ class TokenSteps:
             family = chunk.sample, *self._scheduler.fork_siblings(chunk.sample)
             members += [(row, sample) for sample in family]
         plain = [(row, sample) for row, sample in members if sample.beams is None]
-        samples = [sample for _, sample in plain]
-        sent = self._runner.sample(logits, [row for row, _ in plain], samples) if plain else None
-        branches = [(row, sample) for row, sample in members if sample.beams is not None]
-        return Launched(samples, sent, logits, branches, routing)
+        sent = None
+        if plain:
+            sent = self._runner.sample(logits, *map(list, zip(*plain, strict=True)))
+        return Launched(
+            members=[(row, sample, sample.handle) for row, sample in plain],
+            sent=sent,
+            version=self._store.last_version,
+            logits=logits,
+            branches=[(row, sample) for row, sample in members if sample.beams is not None],
+            decoded=len(step.decode),
+            routing=routing,
+        )
 
     def _collect(self, launched: Launched) -> None:
         """Wait for the tokens of a launched step, and add them to its samples."""
         if launched.branches:
-            self._branch(launched.logits, launched.branches)
+            self._branch(launched.logits, launched.branches, launched.version)
         if launched.sent is not None:
-            version = self._store.last_version
-            drawn = zip(launched.samples, *launched.sent.lists(), strict=True)
-            for sample, token, logprob in drawn:
-                self._scheduler.append(sample, token, logprob, version)
+            drawn = zip(launched.members, *launched.sent.lists(), strict=True)
+            for (row, sample, handle), token, logprob in drawn:
+                if sample.handle is handle:
+                    if launched.routing is not None and row < launched.decoded:
+                        sample.routing.add(sample.seen - 1, launched.routing.experts[row : row + 1])
+                    sample.ahead -= 1
+                    self._scheduler.append(sample, token, logprob, launched.version)
         if launched.routing is not None:
-            launched.routing.arrive(waited=launched.sent is not None)
+            launched.routing.arrive()
 
-    def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
+    def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]], version: int) -> None:
         """Advance every beam search by one token. All branches of a search are in the same step."""
         searches = (branch.beams for _, branch in members)
         groups = list(dict.fromkeys(search for search in searches if search is not None))
@@ -132,4 +207,4 @@ class TokenSteps:
         candidates = {branch: row for (_, branch), row in zip(members, ranked, strict=True)}
         for group in groups:
             likeliest = [candidates[branch] for branch in group.members]
-            self._scheduler.branch(group, likeliest, self._store.last_version)
+            self._scheduler.branch(group, likeliest, version)

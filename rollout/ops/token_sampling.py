@@ -220,12 +220,12 @@ class Sent(NamedTuple):
 
     tokens: Tensor
     logprobs: Tensor
-    stream: torch.cuda.Stream | None = None  # of the copy; None: they have arrived
+    copied: torch.cuda.Event | None = None  # the end of the copy; None: they have arrived
 
     def lists(self) -> tuple[list[Any], list[Any]]:
         """Wait for the copy; return both as nested lists."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
         return self.tokens.tolist(), self.logprobs.tolist()
 
 
@@ -246,21 +246,20 @@ def to_host(tokens: Tensor, logprobs: Tensor) -> Sent:
         _deliver[(triton.cdiv(count, _DELIVERED),)](
             tokens, logprobs, host_tokens, host_logprobs, count, BLOCK=_DELIVERED
         )
-        return Sent(host_tokens, host_logprobs, torch.cuda.current_stream())
+        return Sent(host_tokens, host_logprobs, torch.cuda.current_stream().record_event())
 
 
-def send(tensor: Tensor) -> Tensor:
+def send(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """Copy a contiguous GPU tensor to pinned host memory by a kernel on the current stream.
 
-    The copy is complete once the stream has reached this point. See `to_host` for why a kernel
-    copies.
+    Return the pinned memory, and the end of the copy. See `to_host` for why a kernel copies.
     """
     sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     count = tensor.numel()
     if count:
         with torch.cuda.device_of(tensor):
             _send[(triton.cdiv(count, _SENT),)](tensor, sent, count, BLOCK=_SENT)
-    return sent
+    return sent, torch.cuda.current_stream(tensor.device).record_event()
 
 
 @triton.jit

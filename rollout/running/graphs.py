@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +21,10 @@ from memsaver import MemorySaver
 from memsaver.memory import clear_workspaces
 from rollout.tag_names import CUDA_GRAPH
 
-_INPUTS = 3  # token ids, positions, rows of the request table
+_INPUTS = 2  # positions, rows of the request table
 
-Decode = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(token ids, positions, rows: int64 [B]; logits [B, vocab], the output) -> None.
+Decode = Callable[[Tensor, Tensor, Tensor], None]
+"""(positions, rows: int64 [B]; logits [B, vocab], the output) -> None.
 
 The function only launches work, and never waits for the device.
 """
@@ -58,9 +57,11 @@ class DecodeGraphs:
         """
         self.sizes = tuple(sorted(set(sizes)))
         largest = self.sizes[-1]
-        self._host = torch.zeros((_INPUTS, largest), dtype=torch.int64, pin_memory=True)
-        self._staged = self._host.numpy()
-        self._inputs = torch.zeros((_INPUTS, largest), dtype=torch.int64, device=saver.device)
+        # Two buffers, because the step before may still wait for the copy from its own.
+        shape = (2, _INPUTS * largest)
+        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+        self._copied = [torch.cuda.Event(), torch.cuda.Event()]
+        self._inputs = torch.zeros(shape[1], dtype=torch.int64, device=saver.device)
         self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = saver.mem_pool(CUDA_GRAPH)  # assigned after _graphs, to be dropped after them
@@ -84,17 +85,18 @@ class DecodeGraphs:
         """Return the fixed addresses of the replays' inputs and results."""
         return {"inputs": self._inputs.data_ptr(), "logits": self._logits.data_ptr()}
 
-    def replay(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:
+    def replay(self, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
         """Return the logits [n, vocab] of n requests' next tokens, valid until the next replay."""
-        count = len(ids)
+        count = len(rows)
         size = self.sizes[bisect_left(self.sizes, count)]
-        # The copy of the last step from this buffer has ended, because the host has read the tokens
-        # of that step. So the buffer can be written again without an event.
-        staged = self._staged[:, :size]
+        buffer = self.replays % 2
+        self._copied[buffer].synchronize()
+        host = self._host[buffer, : _INPUTS * size]
+        staged = host.numpy().reshape(_INPUTS, size)
         staged[:, count:] = 0
-        for line, values in zip(staged, (ids, positions, rows), strict=True):
-            line[:count] = np.fromiter(values, dtype=np.int64, count=count)
-        self._inputs[:, :size].copy_(self._host[:, :size], non_blocking=True)
+        staged[:, :count] = positions, rows
+        self._inputs[: len(host)].copy_(host, non_blocking=True)
+        self._copied[buffer].record()
         self._graphs[size].replay()
         self.replays += 1
         return self._logits[:count]
@@ -102,18 +104,18 @@ class DecodeGraphs:
     def _capture(
         self, decode: Decode, size: int, stream: torch.cuda.Stream
     ) -> torch.cuda.CUDAGraph:
-        ids, positions, rows = self._inputs[:, :size]
+        positions, rows = self._inputs[: _INPUTS * size].view(_INPUTS, size)
         logits = self._logits[:size]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             # Compiles kernels, which is not allowed during a capture.
-            decode(ids, positions, rows, logits)
+            decode(positions, rows, logits)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         clear_workspaces()  # cuBLAS then allocates its workspace in the graph's pool
         pool: Any = self._pool.id  # torch.cuda.graph declares another type
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            decode(ids, positions, rows, logits)
+            decode(positions, rows, logits)
         clear_workspaces()  # and outside of the pool after the capture
         self.captures += 1
         return graph

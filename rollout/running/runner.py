@@ -32,7 +32,12 @@ _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 
 
 class ModelRunner:
-    """The engine's computation: forward passes and sampling. It keeps no state of requests."""
+    """The engine's computation: forward passes and sampling.
+
+    Attributes:
+        last_tokens: The last token of each row of the request table, int64 on the device. The next
+            step continues from there, and need not wait until the host knows it.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class ModelRunner:
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
         self._triton = use_triton(attention, self.device)
+        rows = self._table.size + 1
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.graphs: DecodeGraphs | None = None
         self.recorder: RoutingRecorder | None = None
 
@@ -91,10 +98,11 @@ class ModelRunner:
         The logits are valid until the next call.
         """
         ids, positions, ends, shape = _pack(step)
-        if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
+        self._tell_last([sample for sample in step.decode if not sample.on_device])
+        if self.graphs is not None and not step.chunks and len(ends) <= self.graphs.max_batch:
             for load in step.loads:
                 load.wait()
-            return self.graphs.replay(ids, positions, shape.rows)
+            return self.graphs.replay(positions, shape.rows)
         slots = [step.decode_slots] if step.decode else []
         slots += [chunk.slots for chunk in step.chunks]
         plan = plan_triton if self._triton else plan_torch
@@ -111,10 +119,18 @@ class ModelRunner:
             loads=step.loads,
         )
         with row_invariant_products(self.device):
-            part = linear(self.decoder(at[0], batch)[at[2]], self.decoder.lm_head)
+            tokens = torch.cat([self.last_tokens[at[3][: shape.num_decode]], at[0]])
+            part = linear(self.decoder(tokens, batch)[at[2]], self.decoder.lm_head)
             return self.ranks.join(part, self.config.vocab_size)
 
-    def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
+    def _tell_last(self, samples: Sequence[Sample]) -> None:
+        """Send last tokens that the device has not chosen: of beams, and after a swap."""
+        if samples:
+            last = [(_row(sample), sample.output[-1]) for sample in samples]
+            rows, tokens = to_device(np.array(last).T.copy(), self.device)
+            self.last_tokens[rows] = tokens
+
+    def decode(self, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """Compute one token of each request from device tensors only, as a graph records it."""
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
@@ -124,7 +140,7 @@ class ModelRunner:
             slots=slots,
             rows=rows,
         )
-        hidden, head = self.decoder(ids, batch), self.decoder.lm_head
+        hidden, head = self.decoder(self.last_tokens[rows], batch), self.decoder.lm_head
         if self.ranks.size == 1:
             linear(hidden, head, out=logits)
         else:
@@ -143,23 +159,31 @@ class ModelRunner:
         """Start to draw the next token of each sample, or to take a forced one, and score it.
 
         `logits` are the result of `forward`, and `rows` has each sample's row of them. Several
-        samples may use the same row.
+        samples may use the same row. The next step continues from these tokens.
         """
+        places = [(member, member.generated) for member in samples]
         batch = SamplingBatch.build(
             temperature=[member.params.temperature for member in samples],
             top_k=[member.params.top_k for member in samples],
             top_p=[member.params.top_p for member in samples],
-            counters=[(member.seed, member.index, len(member.output)) for member in samples],
+            counters=[(member.seed, member.index, place) for member, place in places],
             forced=[
-                member.params.forced[len(member.output)]
-                if len(member.output) < len(member.params.forced)
-                else -1
-                for member in samples
+                member.params.forced[place] if place < len(member.params.forced) else -1
+                for member, place in places
             ],
             device=self.device,
         )
         chosen = self._chosen(logits, rows)
-        return to_host(*sample(chosen, batch, choices=self.config.choices))
+        tokens, logprobs = sample(chosen, batch, choices=self.config.choices)
+        self.last_tokens[self._send_rows([_row(member) for member in samples])] = tokens
+        for member in samples:
+            member.ahead, member.on_device = member.ahead + 1, True
+        return to_host(tokens, logprobs)
+
+    def wait(self) -> None:
+        """Wait until the device has computed all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()
     def candidates(
@@ -173,28 +197,35 @@ class ModelRunner:
     def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(logits))):
             return logits
-        return logits[torch.tensor(rows, device=self.device)]
+        return logits[self._send_rows(rows)]
+
+    def _send_rows(self, rows: Sequence[int]) -> Tensor:
+        return to_device(np.array(rows, dtype=np.int64), self.device)
+
+
+def _row(sample: Sample) -> int:
+    assert sample.handle is not None
+    return sample.handle.row
 
 
 def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
     """Pack a step into one batch.
 
-    Return the tokens' ids and positions, the indices of the tokens whose logits are needed, and the
-    shape of the batch.
+    Return the ids of the chunks' tokens, the positions of all tokens, the indices of the tokens
+    whose logits are needed, and the shape of the batch.
     """
-    ids = [sample.output[-1] for sample in step.decode]
+    ids: list[int] = []
     kv_lens = [sample.length for sample in step.decode]
-    positions, ends = [length - 1 for length in kv_lens], list(range(len(ids)))
+    positions, ends = [length - 1 for length in kv_lens], list(range(len(kv_lens)))
     for chunk in step.chunks:
         stop = chunk.start + chunk.length
         ids += chunk.sample.tokens(chunk.start, stop)
         positions += range(chunk.start, stop)
         kv_lens.append(stop)
         if chunk.last:
-            ends.append(len(ids) - 1)
-    members = [*step.decode, *(chunk.sample for chunk in step.chunks)]
+            ends.append(len(positions) - 1)
     shape = BatchShape(
-        rows=[sample.handle.row for sample in members if sample.handle is not None],
+        rows=[_row(sample) for sample in step.samples],
         q_lens=[1] * len(step.decode) + [chunk.length for chunk in step.chunks],
         kv_lens=kv_lens,
         num_decode=len(step.decode),

@@ -35,9 +35,8 @@ class RoutingRecorder:
         written = self._written[:, :tokens].transpose(0, 1)
         if not written.is_cuda:
             return StepRouting(written.numpy().copy())
-        sent = send(written.contiguous())
-        stream = torch.cuda.current_stream(written.device)
-        return StepRouting(np.empty_like(sent.numpy()), sent, stream)
+        sent, copied = send(written.contiguous())
+        return StepRouting(np.empty_like(sent.numpy()), sent, copied)
 
 
 @dataclass(eq=False)
@@ -46,12 +45,11 @@ class StepRouting:
 
     experts: RoutedExperts  # undefined before `arrive` if they come from a GPU
     sent: Tensor | None = None  # pinned target of the copy from the GPU
-    stream: torch.cuda.Stream | None = None  # of that copy
+    copied: torch.cuda.Event | None = None  # the end of that copy
 
-    def arrive(self, *, waited: bool) -> None:
-        """Fill `experts`; `waited` says whether the host has already waited for the step's end."""
-        if self.sent is not None and self.stream is not None:
-            if not waited:
-                self.stream.synchronize()
+    def arrive(self) -> None:
+        """Wait for the copy, and fill `experts`."""
+        if self.sent is not None and self.copied is not None:
+            self.copied.synchronize()
             np.copyto(self.experts, self.sent.numpy())
             self.sent = None

@@ -12,9 +12,11 @@ class PromptSource:
 
     Attributes:
         refusal: Why the engine cannot generate; None if the source is available.
+        overlap: Whether the results of a step may be read after the next step is launched.
     """
 
     refusal: str | None = None
+    overlap = True
 
     def accept(self, samples: Sequence[Sample]) -> None:
         """Mark the samples of a new request whose prompt comes from elsewhere as `remote`."""

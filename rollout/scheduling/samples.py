@@ -67,11 +67,13 @@ class Sample:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights that generated the output
+    ahead: int = 0  # number of tokens after the output that steps under way choose
     stream: bool = False  # whether tokens are told before the sample's end
     told: int = 0  # number of tokens that `news` has returned
     finish_reason: FinishReason | None = None  # None while the sample is unfinished
     error: Exception | None = None  # why the sample ended with "error"; None: a log-prob is NaN
     handle: ReqHandle | None = None  # the running sequence; None while the sample waits
+    on_device: bool = False  # whether the device has chosen the last token, and so has it
     computed: int = 0  # number of leading tokens whose keys and values are cached
     prefill_len: int = 0  # number of tokens to compute in chunks before decode starts
     beams: BeamGroup | None = None  # the search of which this sample is a branch
@@ -85,7 +87,17 @@ class Sample:
         return f"{self.request}.{self.index}"
 
     @property
+    def generated(self) -> int:
+        """Return the number of generated tokens, including those of steps under way."""
+        return len(self.output) + self.ahead
+
+    @property
     def length(self) -> int:
+        return len(self.prompt) + self.generated
+
+    @property
+    def seen(self) -> int:
+        """Return the number of tokens that the host knows, of prompt and answer together."""
         return len(self.prompt) + len(self.output)
 
     @property
@@ -99,7 +111,7 @@ class Sample:
 
     def computed_tokens(self) -> list[int]:
         """Return the tokens whose keys and values are cached; during decode all but the last."""
-        return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
+        return self.tokens(0, self.seen - 1 if self.prefilled else self.computed)
 
     def kept_tokens(self) -> list[int]:
         """Return the computed tokens that may be cached; of a beam search only the prompt."""
@@ -200,12 +212,8 @@ class Step:
         return len(self.decode) + sum(chunk.length for chunk in self.chunks)
 
     def record(self, experts: RoutedExperts) -> None:
-        """Record the packed tokens' experts in their samples, except in beam searches."""
-        at = 0
-        for sample in self.decode:
-            if sample.beams is None:
-                sample.routing.add(sample.length - 1, experts[at : at + 1])
-            at += 1
+        """Record the experts of the chunks' tokens in their samples, except in beam searches."""
+        at = len(self.decode)
         for chunk in self.chunks:
             if chunk.sample.beams is None:
                 chunk.sample.routing.add(chunk.start, experts[at : at + chunk.length])

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
 from itertools import chain
 from typing import Any
@@ -106,37 +106,44 @@ class Scheduler:
         groups = ((sample, *sample.siblings) for sample in (*self.running, *self.waiting))
         return list(chain.from_iterable(groups))
 
-    def schedule(self) -> Step:
-        """Choose the next step and allocate the pages that it needs."""
+    def schedule(self, collect: Callable[[], bool] = lambda: False) -> Step:
+        """Choose the next step and allocate the pages that it needs.
+
+        `collect` reads the results of steps under way, and returns whether there were any. It is
+        called before a preemption, because samples that have ended have pages to free.
+        """
         before = self.preemptions
-        decode, slots, chunks = self._grow()
+        decode, slots, chunks = self._grow(collect)
         # Pages of a sample that was just preempted are not for a new sample.
         if self.preemptions == before:
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
             if not decode and not chunks:
-                decode, slots, chunks = self._grow()  # swapped samples that can decode again
+                # Swapped samples that can decode again.
+                decode, slots, chunks = self._grow(collect)
         mine = [chunk for chunk in chunks if not chunk.sample.remote]
         arriving = [chunk for chunk in chunks if chunk.sample.remote]
         loads = self.blocks.loads() if decode or mine else ()
         return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
 
-    def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
+    def _grow(self, collect: Callable[[], bool]) -> tuple[list[Sample], Any, list[Chunk]]:
         """Allocate pages for the decoding samples and for the next chunks of begun prefills.
 
-        Preempt the youngest running samples while pages are short. Return the decoding samples,
-        their slots, and the chunks.
+        Preempt the youngest running samples while pages are short. Samples whose last token is
+        under way have nothing to decode. Return the decoding samples, their slots, and the chunks.
         """
         while self.running:
-            decode = [sample for sample in self.running if sample.prefilled]
-            lengths = self._next_chunks() if len(decode) < len(self.running) else {}
+            prefilled = [sample for sample in self.running if sample.prefilled]
+            lengths = self._next_chunks() if len(prefilled) < len(self.running) else {}
+            decode = [sample for sample in prefilled if sample.generated < sample.params.max_tokens]
             ends = [sample.length for sample in decode]
             ends += [sample.computed + n for sample, n in lengths.items()]
             slots = self.blocks.extend([_handle(sample) for sample in (*decode, *lengths)], ends)
             if slots is not None:
                 decode_slots, *chunk_slots = slots.split([len(decode), *lengths.values()])
                 return decode, decode_slots, _chunks(lengths, chunk_slots)
-            assert len(self.running) > 1, "check_fits admits only samples that can run alone"
-            self._make_room(self.running[-1])
+            if not collect():
+                assert len(self.running) > 1, "check_fits admits only samples that can run alone"
+                self._make_room(self.running[-1])
         return [], None, []
 
     def _next_chunks(self) -> dict[Sample, int]:
@@ -358,8 +365,8 @@ class Scheduler:
         try:
             self.blocks.release(_handle(sample), sample.kept_tokens())
         finally:
-            sample.handle = None
-            sample.computed = sample.prefill_len = 0
+            sample.handle, sample.on_device = None, False
+            sample.computed = sample.prefill_len = sample.ahead = 0
             self.running.remove(sample)
 
 

@@ -70,6 +70,8 @@ class PromptServer(PromptSource):
         ValueError: The engines do not match, or the cache is not plain full attention.
     """
 
+    overlap = False
+
     def __init__(
         self,
         engine: Engine,

@@ -226,6 +226,8 @@ class RemotePrompts(PromptSource):
         StateError: The engine has another source of prompts.
     """
 
+    overlap = False
+
     def __init__(
         self,
         engine: Engine,

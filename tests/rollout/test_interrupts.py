@@ -44,15 +44,20 @@ def path(kind: str, saved: Saved) -> Path:
 
 
 def engine_of(kind: str, path: Path, folder: Path) -> Engine:
+    """Build an engine that launches each step before it has read the one before."""
     if kind == "hybrid":
-        return make(path, kv_tokens=160, prefix_states=3)
-    files = {"disk_directory": str(folder), "disk_bytes": 1 << 16}
-    return tiered(path, kv_tokens=160, preemption="swap", host_bytes=1 << 16, **files)
+        engine = make(path, kv_tokens=160, prefix_states=3)
+    else:
+        files = {"disk_directory": str(folder), "disk_bytes": 1 << 16}
+        engine = tiered(path, kv_tokens=160, preemption="swap", host_bytes=1 << 16, **files)
+    engine.steps.depth = 1
+    return engine
 
 
 def check_nothing_left(engine: Engine) -> None:
     engine.check_integrity()
     assert not engine.scheduler.unfinished and not engine.scheduler.running
+    assert not engine.steps.under_way
     cache = engine.prefixes.cache
     assert cache.protected_size == engine.prefixes.swapped_pages() == 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout import Completion, Engine, SamplingParams
+from rollout import Completion, Engine, Output, SamplingParams
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.rollout.answers import LLAMA3, YARN, check, ids, random_prompts
@@ -372,6 +372,7 @@ def test_requests_continue_correctly_after_failed_steps(
     ids, parts = [engine.submit(prompt, GREEDY) for prompt in prompts], defaultdict(list)
     generated = 0
     while engine.unfinished:
+        outputs: list[Output] = []
         if due and generated >= due[0]:
             due.pop(0)
             prompts.append([1, 2, 3])
@@ -379,9 +380,9 @@ def test_requests_continue_correctly_after_failed_steps(
             with monkeypatch.context() as patch:
                 first, _, last = engine.runner.decoder.mixers
                 patch.setattr(engine.runner.decoder, "mixers", [first, fail, last])
-                assert engine.step() == []
+                outputs = engine.step()
             engine.check_integrity()
-        for output in engine.step():
+        for output in [*outputs, *engine.step()]:
             parts[output.id].append(output)
             generated += len(output.token_ids)
     check(model, prompts, [[Completion.joined(parts[id])] for id in ids])

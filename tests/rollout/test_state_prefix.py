@@ -175,11 +175,13 @@ def test_random_workload_is_answered_with_the_current_weights(saved: Saved, devi
     check_idle(engine)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 def test_release_that_fails_on_the_device_leaves_no_page_locked(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    depth: int, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step fails, and is repeated."""
+    """Its step fails, and is repeated, with any step that was launched since."""
     engine = make(tiny_path)
+    engine.steps.depth = depth
     expected, release = run(engine, conversations()), engine.prefixes.blocks.release
 
     def once(handle: ReqHandle) -> None:

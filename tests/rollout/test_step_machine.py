@@ -23,6 +23,7 @@ from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.updates import checkpoint, tiny, update
 
 LENGTH = 6
+STOPS = (*range(0, 199, 4),)  # a quarter of the vocabulary
 BEGINNING = tuple(random_prompts((17,))[0])
 PROMPTS = [(5, 3), BEGINNING, (*BEGINNING, 7, 7, 9), (*BEGINNING, *BEGINNING, 1), (8,) * 33]
 
@@ -37,6 +38,7 @@ class Asked:
     """A request in the model."""
 
     prompt: tuple[int, ...]
+    stops: tuple[int, ...]
     samples: dict[int, list[int]]
     versions: dict[int, list[int]]
     ends: dict[int, str] = field(default_factory=dict)
@@ -45,32 +47,52 @@ class Asked:
 
 
 class StepMachine(RuleBasedStateMachine):
-    @initialize(cached=st.booleans(), chunk=st.sampled_from([8, 64]))
-    def build(self, cached: bool, chunk: int) -> None:
+    @initialize(cached=st.booleans(), chunk=st.sampled_from([8, 64]), depth=st.integers(0, 2))
+    def build(self, cached: bool, chunk: int, depth: int) -> None:
         sizes: dict[str, Any] = {"kv_tokens": 128, "max_running": 4, "prefix_cache": cached}
         self.engine = Engine.from_pretrained(checkpoint(), max_prefill_tokens=chunk, **sizes)
         self.asked: dict[int, Asked] = {}
         self.seeds = {0: 0}  # of the models, by version
-        self.failures = 0  # forwards that are still to fail
-        usual = self.engine.runner.forward
+        self.failing, self.failures = "launch", 0  # what is still to fail, and how often
+        self.engine.steps.depth = depth
+        runner, scheduler = self.engine.runner, self.engine.scheduler
+        forward, append = runner.forward, scheduler.append
 
-        def forward(step: Step) -> Any:
-            if self.failures:
-                self.failures -= 1
-                raise RuntimeError("out of memory")
-            return usual(step)
+        def launch(step: Step) -> Any:
+            self._may_fail("launch")
+            logits = forward(step)
+            runner.last_tokens.fill_(1)  # each token is read once, and written before
+            return logits
 
-        self.engine.runner.forward = forward  # type: ignore[method-assign]
+        def collect(*result: Any) -> None:
+            self._may_fail("collect")
+            append(*result)
 
-    @rule(which=st.sampled_from(PROMPTS), n=st.integers(1, 3), stream=st.booleans())
-    def submit(self, which: tuple[int, ...], n: int, stream: bool) -> None:
-        params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True, n=n)
+        runner.forward = launch  # type: ignore[method-assign]
+        scheduler.append = collect  # type: ignore[method-assign]
+
+    def _may_fail(self, what: str) -> None:
+        if self.failures and self.failing == what:
+            self.failures -= 1
+            raise RuntimeError("out of memory")
+
+    @rule(
+        which=st.sampled_from(PROMPTS),
+        n=st.integers(1, 3),
+        stream=st.booleans(),
+        stops=st.sampled_from([(), STOPS]),
+    )
+    def submit(self, which: tuple[int, ...], n: int, stream: bool, stops: tuple[int, ...]) -> None:
+        greedily: dict[str, Any] = {"max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+        params = SamplingParams(**greedily, n=n, stop_token_ids=stops)
         id = self.engine.submit(which, params, stream=stream)
         assert id not in self.asked
         empty = range(n)
-        self.asked[id] = Asked(which, {i: [] for i in empty}, {i: [] for i in empty})
+        asked = Asked(which, stops, {i: [] for i in empty}, {i: [] for i in empty})
+        self.asked[id] = asked
+        asked.may_end |= {"stop"} if stops else set()
 
-    @rule(times=st.integers(1, 4))
+    @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
             for output in self.engine.step():
@@ -88,14 +110,14 @@ class StepMachine(RuleBasedStateMachine):
         self.asked[id].may_end.add("abort")
         self.engine.abort(id)
 
-    @rule(times=st.integers(1, 2))
-    def fail(self, times: int) -> None:
-        """Let the next forwards fail; two in a row end requests."""
-        self.failures = times
+    @rule(times=st.integers(1, 2), what=st.sampled_from(["launch", "collect"]))
+    def fail(self, times: int, what: str) -> None:
+        """Let the next steps fail; two in a row end requests."""
+        self.failing, self.failures = what, times
         for id in self.engine.unfinished:
             self.asked[id].may_end |= {"error", "abort"}
         self.step(times)
-        self.failures = 0  # An idle engine has run no forward, and later requests must not fail.
+        self.failures = 0  # An idle engine has run no step, and later requests must not fail.
 
     @rule(level=st.integers(1, 2), abort=st.booleans())
     def nap(self, level: int, abort: bool) -> None:
@@ -138,6 +160,8 @@ class StepMachine(RuleBasedStateMachine):
                 assert len(tokens) == len(versions) and versions == sorted(versions)
                 if asked.ends[number] == "length":
                     assert len(tokens) == LENGTH
+                ends = [token in asked.stops for token in tokens]
+                assert not any(ends[:-1]) and any(ends) == (asked.ends[number] == "stop")
                 if not asked.old_keys:
                     self._check(asked.prompt, tokens, versions)
         self.engine.saver.close()

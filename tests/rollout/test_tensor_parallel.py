@@ -90,6 +90,7 @@ def answers(engine: Engine, rank: int) -> list[Completion]:
 
     The other ranks have no part in requests and steps but to follow.
     """
+    engine.steps.depth = engine.config.tensor_parallel_size // 2
     outputs = list[Output]()
     if not rank:
         for prompt in PROMPTS:

@@ -39,7 +39,7 @@ def poison(engine: Engine, *_: int) -> None:
         )
         for sample in engine.scheduler.running:
             assert sample.handle is not None
-            known = len(sample.computed_tokens())
+            known = sample.length - 1 if sample.prefilled else sample.computed
             slots = table[
                 sample.handle.row, max(0, known - window + 1) if window else 0 : known
             ].long()

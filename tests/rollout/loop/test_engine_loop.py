@@ -45,9 +45,16 @@ def expected(path: str) -> list[list[Completion]]:
     return engine.generate(PROMPTS, [params(number) for number in range(len(PROMPTS))])
 
 
+def overlapping(path: str, **options: Any) -> Engine:
+    """Build an engine that launches a step before it reads the one before."""
+    engine = Engine.from_pretrained(path, **CONFIG, **options)
+    engine.steps.depth = 1
+    return engine
+
+
 @pytest.fixture
 def engine(path: str) -> Engine:
-    return Engine.from_pretrained(path, **CONFIG)
+    return overlapping(path)
 
 
 @pytest.fixture
@@ -181,8 +188,7 @@ def test_loop_that_is_closed_ends_what_it_has_and_takes_nothing(engine: Engine) 
 
 def share(rank: int, path: str) -> tuple[Any, ...]:
     """Return answers of a blocking call, of a loop on each rank, and of a call after the loops."""
-    group, config = dist.group.WORLD, {**CONFIG, "tensor_parallel_size": 2}
-    engine = Engine.from_pretrained(path, group=group, **config)
+    engine = overlapping(path, group=dist.group.WORLD, tensor_parallel_size=2)
     whole = [params(number) for number in range(len(PROMPTS))]
     blocking = engine.generate(PROMPTS, whole)
     if rank:
@@ -201,8 +207,7 @@ def share(rank: int, path: str) -> tuple[Any, ...]:
 
 def lose(rank: int, path: str) -> str:
     """Return what the first rank's loop says of the other, which ends in a step."""
-    config = {**CONFIG, "tensor_parallel_size": 2}
-    engine = Engine.from_pretrained(path, group=dist.group.WORLD, **config)
+    engine = overlapping(path, group=dist.group.WORLD, tensor_parallel_size=2)
     if rank:
         usual = engine.runner.forward
 

@@ -1,0 +1,201 @@
+"""Steps that are launched before earlier results are read answer as steps one after the other do.
+
+The results stay hidden for one step, or for two, and each last token is wiped after it was read: a
+token that is used twice, or before it is there, changes an answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout import Completion, Engine, KVTiers, Output, SamplingParams
+from rollout.scheduling.samples import Step
+from tests.helpers.models import MLA
+from tests.helpers.rollout.saved import Saved
+from tests.helpers.rollout.updates import checkpoint, update
+
+CROWDED: dict[str, Any] = {"kv_tokens": 112, "max_running": 12, "max_prefill_tokens": 16}
+ROOMY: dict[str, Any] = {"kv_tokens": 512, "max_running": 8, "max_prefill_tokens": 24}
+SWAP = KVTiers(host_ratio=6.0, preemption="swap")
+Request = tuple[int, list[int], SamplingParams]  # (step before which it comes, prompt, parameters)
+
+
+def overlapped(engine: Engine, depth: int) -> Engine:
+    engine.steps.depth = depth
+    usual = engine.runner.forward
+
+    def forward(step: Step) -> torch.Tensor:
+        logits = usual(step).clone()  # two steps may be hidden
+        engine.runner.last_tokens.fill_(1)
+        return logits
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
+    return engine
+
+
+def draw(rng: random.Random, earlier: list[list[int]], together: bool) -> list[Request]:
+    """Draw prompts of which many begin alike, and some continue earlier answers."""
+    common = [rng.randrange(199) for _ in range(rng.choice((0, 20, 40)))]
+    prompts = [common + [rng.randrange(199) for _ in range(rng.randint(1, 30))] for _ in range(8)]
+    prompts += [[*turn, rng.randrange(199)] for turn in rng.sample(earlier, min(len(earlier), 4))]
+    return [
+        (
+            0 if together else rng.randrange(12),
+            prompt,
+            SamplingParams(
+                max_tokens=rng.randint(1, 20),
+                temperature=rng.choice((0, 1.0, 0.7)),
+                top_k=rng.choice((0, 0, 5)),
+                n=rng.choice((1, 1, 3)),
+                seed=rng.randrange(10**6),
+                stop_token_ids=() if together else tuple(rng.sample(range(199), 12)),
+                forced=(7,) if rng.random() < 0.2 else (),
+            ),
+        )
+        for prompt in prompts
+    ]
+
+
+def run(engine: Engine, requests: list[Request], naps: dict[int, str]) -> list[list[Completion]]:
+    """Submit each request before its step; sleep, or lose the cache, before some steps."""
+    numbers, parts = dict[int, int](), defaultdict[tuple[int, int], list[Output]](list)
+    number = 0
+    while len(numbers) < len(requests) or engine.unfinished:
+        for index, (due, prompt, params) in enumerate(requests):
+            if due == number:
+                numbers[engine.submit(prompt, params, stream=index % 2 == 0)] = index
+        if naps.get(number) == "sleep":
+            engine.sleep(unfinished="recompute")
+            engine.wake_up()
+        elif number in naps:  # another user of the saver
+            engine.saver.pause("kv_cache", content="discard")
+            engine.saver.resume("kv_cache")
+        outputs = engine.step()
+        assert engine.unfinished or not engine.steps.under_way
+        for output in outputs:
+            parts[numbers[output.id], output.sample].append(output)
+        engine.check_integrity()
+        number += 1
+    return [
+        [Completion.joined(parts[index, sample]) for sample in range(params.n)]
+        for index, (_, _, params) in enumerate(requests)
+    ]
+
+
+def told(answer: Completion) -> Completion:
+    return replace(answer, routed_experts=None)
+
+
+def check_experts(expected: Completion, actual: Completion) -> None:
+    """Compare experts; a sample that was admitted later may have found more tokens cached."""
+    pair = [answer.routed_experts for answer in (expected, actual)]
+    if pair[0] is not None and pair[1] is not None:
+        known = min(map(len, pair))
+        assert known >= len(actual.token_ids) - 1
+        np.testing.assert_array_equal(*(experts[len(experts) - known :] for experts in pair))
+    else:
+        assert pair == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("depth", "kind", "model", "options"),
+    [
+        (1, "qwen3", {}, CROWDED),
+        (2, "qwen3", {}, CROWDED),
+        (1, "qwen3", {}, {**CROWDED, "tiers": SWAP}),
+        (1, "qwen3", {}, {**ROOMY, "elastic": True}),
+        (1, "mistral", {"sliding_window": 24}, ROOMY),
+        (2, "qwen3_moe", {}, {**CROWDED, "return_routed_experts": True}),
+        (1, "deepseek_v3", MLA, {"kv_tokens": 4096, "max_running": 64}),
+        (1, "qwen3_next", {}, {"kv_tokens": 4096, "max_running": 64}),
+    ],
+    ids=["recompute", "two-hidden", "swap", "elastic", "window", "experts", "latent", "states"],
+)
+def test_answers_do_not_depend_on_when_results_are_read(
+    depth: int, kind: str, model: dict[str, Any], options: dict[str, Any], saved: Saved
+) -> None:
+    path: Path = saved(kind, **model)[0]
+    plain, ahead = (Engine.from_pretrained(path, page_size=4, **options) for _ in range(2))
+    overlapped(ahead, depth)
+    rng, earlier = random.Random(f"{kind} {depth}"), list[list[int]]()
+    # On the CPU, the bits of these depend on the batch.
+    together = kind in ("deepseek_v3", "qwen3_next")
+    for _ in range(4):
+        requests = draw(rng, earlier, together)
+        naps = {} if together else {rng.randrange(2, 9): "sleep", rng.randrange(9, 16): "loss"}
+        expected, actual = (run(engine, requests, naps) for engine in (plain, ahead))
+        assert [[*map(told, group)] for group in actual] == [
+            [*map(told, group)] for group in expected
+        ]
+        for group in zip(expected, actual, strict=True):
+            for pair in zip(*group, strict=True):
+                check_experts(*pair)
+        turns = zip(requests, expected, strict=True)
+        earlier += [prompt + group[0].token_ids for (_, prompt, _), group in turns][:6]
+        earlier = [turn for turn in earlier if len(turn) < 70]
+    for engine in (plain, ahead):
+        stats = engine.stats
+        if options["kv_tokens"] == 112:
+            preempted = stats.preempted_swap if "tiers" in options else stats.preempted_recompute
+            assert min(preempted, stats.prefix_hit_tokens) > 0, stats
+
+
+def begin(engine: Engine) -> None:
+    update(engine, 1, seed=1, in_flight="keep")
+
+
+def commit(engine: Engine) -> None:
+    update(engine, 1, seed=1, shadow=True, in_flight="keep")
+
+
+def fail(engine: Engine) -> None:
+    def stop(*_: int) -> None:
+        raise ZeroDivisionError
+
+    engine.abort(0)
+    while engine.unfinished:
+        engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([[5, 3]], SamplingParams(max_tokens=9), on_progress=stop)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.drain(),
+        lambda engine: engine.abort(0),
+        lambda engine: engine.sleep(unfinished="recompute"),
+        lambda engine: engine.load(checkpoint(), in_flight="keep"),
+        lambda engine: engine.abort_update("a test"),
+        begin,
+        commit,
+        fail,
+    ],
+    ids=["drain", "abort", "sleep", "load", "abort_update", "begin", "commit", "generate"],
+)
+def test_calls_that_need_the_results_leave_nothing_under_way(call: Callable[[Engine], Any]) -> None:
+    engine = overlapped(Engine.from_pretrained(checkpoint(), kv_tokens=128), 1)
+    engine.submit([5, 3], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    assert len(engine.steps.under_way) == 1
+    call(engine)
+    assert not engine.steps.under_way
+    engine.check_integrity()
+
+
+def test_call_that_refuses_running_requests_first_reads_their_ends() -> None:
+    engine = overlapped(Engine.from_pretrained(checkpoint(), kv_tokens=128), 1)
+    engine.submit([5, 3], SamplingParams(max_tokens=1))
+    assert engine.step() == []
+    engine.sleep()
+    (output,) = engine.step()
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 1)
