@@ -129,6 +129,7 @@ bench-sync:
 
 bench-rollout:
 	$(GPU) -m benchmarks.bench_generate --out $(OUT)
+	$(GPU) -m benchmarks.bench_steps --out $(OUT)
 
 bench-switch:
 	$(GPU) -m benchmarks.bench_switch --out $(OUT)
