@@ -328,8 +328,7 @@ class MemorySaver:
                 hint = (
                     f"{format_bytes(cache)} of torch's cache were released: enter the region again"
                 )
-            operation = f"region {tag!r}"
-            raise shortage(self._accounts, operation, [arena], cause, hint=hint) from error
+            raise shortage(self._accounts, f"region {tag!r}", [arena], cause, hint=hint) from error
         finally:
             arena.leave()
             # The garbage collector may close this generator in any thread and under any lock. The

@@ -131,13 +131,12 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     if section.hosted:
         return options | (section.options or {})
     ratio = section.host_to_device_ratio
-    tiers = KVTiers(host_ratio=ratio, preemption=section.preemption) if ratio else None
     return options | {
         "return_routed_experts": recipe.loop.router_replay,
         "fp32_router": recipe.model.fp32_router,
         "exact": setup.decisions.exact,
         "elastic": bool(setup.decisions.overlap),
-        "tiers": tiers,
+        "tiers": KVTiers(host_ratio=ratio, preemption=section.preemption) if ratio else None,
         # A random model's tokenizer has only its task's words: a draw among them would end soon.
         "sample_all_ids": recipe.model.random_init,
     }

@@ -38,11 +38,10 @@ def call_in_child(
     Raises:
         ChildError: The function raised an error, the process died, or the call took too long.
     """
-    path = os.pathsep.join(sys.path)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
             input=pickle.dumps((function, arguments)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if quiet else None,

@@ -212,8 +212,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe_commands(command)
     _add_run_commands(command)
     add = command(_doctor, "check this machine").add_argument
-    current = "cuda:N, or cpu for no GPU (default: the current GPU)"
-    add("--device", metavar="DEVICE", help=current)
+    add("--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)")
     return parser
 
 
@@ -230,8 +229,7 @@ def _add_recipe_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
     add("--schema", action="store_true", help="as a JSON schema, for editors")
     add = command(_plan, "plan the memory of a recipe", recipe).add_argument
     add("--gpu", metavar="GPU[:N]", help="plan for N of these GPUs, such as h100-80gb:8")
-    unstaged = "wake the whole engine before the sync"
-    add("--unstaged", action="store_true", help=unstaged)
+    add("--unstaged", action="store_true", help="wake the whole engine before the sync")
     longest = "length of the longest prompt (default: the task's)"
     add("--prompt-tokens", type=int, metavar="N", help=longest)
     add("--picture", type=Path, metavar="FILE.png", help="draw the plan, too")
@@ -286,8 +284,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     add("--json", action="store_true", help="print whole records, one in a line")
     add = command(_trace_mismatch, "trace the mismatch of an exact run").add_argument
     add("run", **run)
-    same = "cuda:N or cpu (default: as in the run)"
-    add("--device", metavar="DEVICE", help=same)
+    add("--device", metavar="DEVICE", help="cuda:N or cpu (default: as in the run)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -154,8 +154,7 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
             if isinstance(before, list) and len(before) == len(after):
                 index = next(i for i, item in enumerate(before) if item != after[i])
                 if dataclasses.is_dataclass(before[index]):
-                    inside = _first_difference(before[index], after[index])
-                    return f"{name}[{index}].{inside}"
+                    return f"{name}[{index}].{_first_difference(before[index], after[index])}"
             return f"{name}={shown(after)}"
     return ""
 
@@ -231,12 +230,11 @@ def _attempt(
             # The plan needs the bytes that a hosted engine holds outside of its tags.
             if recipe.engine.hosted:
                 setup = _with_decisions(setup, folder, monitor)
-            cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(setup))
             loop = LOOPS[recipe.algorithm](
                 setup=setup,
                 trainer=trainer,
                 rollout=rollout,
-                cycle=cycle,
+                cycle=Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(setup)),
                 rewards=rewards,
                 sink=monitor,
                 save=partial(_save, folder, trainer, recipe, _state(setup)),

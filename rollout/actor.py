@@ -63,8 +63,7 @@ class RolloutActor(LoopActor):
         if self._kind == "vllm":
             # This sets an option of NCCL, which NCCL reads only once, when the ranks meet.
             memsaver.compat.install("vllm.device_allocator.cumem")
-        group = self._join(address, self._device)
-        self.held, _ = build_engine(self._kind, self._arguments, group)
+        self.held, _ = build_engine(self._kind, self._arguments, self._join(address, self._device))
         self.own()
 
 

@@ -109,8 +109,7 @@ class RankBytes:
             per_column += max(few, running * _FILTERED)
         logits = self.model.vocab_size * per_column
         # Ranks that add in order gather partial sums, and have two sums that are smaller.
-        ordered = config.exact and config.tensor_parallel_size > 2
-        gathered = 2 * STAGING_BYTES if ordered else 0
+        gathered = 2 * STAGING_BYTES if config.exact and config.tensor_parallel_size > 2 else 0
         return max(logits + _SMALL, self._forward(running + config.max_prefill_tokens)) + gathered
 
     @property

@@ -71,7 +71,6 @@ def join(
     The call returns when all ranks have joined. A GPU becomes the current device. `store` is the
     result of `open_store` on rank 0, and None on the other ranks.
     """
-    timeout = timedelta(seconds=address.seconds)
     store = _joined_store(address, store)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -81,7 +80,7 @@ def join(
         store=store,
         rank=address.rank,
         world_size=address.size,
-        timeout=timeout,
+        timeout=timedelta(seconds=address.seconds),
         device_id=device if on_gpu else None,
     )
     group = dist.group.WORLD

@@ -71,8 +71,7 @@ class PolicySync:
         if self._adapters is None:
             return self._sync.sync(version, **options)
         names = self._adapters.names if self._sync.holds() else None
-        factors = self._adapters.factors()
-        return self._sync.sync(version, names=names, derived=factors, **options)
+        return self._sync.sync(version, names=names, derived=self._adapters.factors(), **options)
 
     def alias(self, version: int) -> SyncReceipt:
         """Let the engines serve the trainer's pages; see `Trainer.alias_weights`."""

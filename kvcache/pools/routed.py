@@ -125,8 +125,7 @@ class SWAKVPool(RoutedKVPool):
             ValueError: Shape, dtype or device do not fit.
         """
         slots = self.full_pool.size + self.page_size
-        name = "full_to_swa_index_mapping"
-        check_loc(name, full_to_swa_index_mapping, self.device, slots)
+        check_loc("full_to_swa_index_mapping", full_to_swa_index_mapping, self.device, slots)
         self._mapping = full_to_swa_index_mapping
 
     def _slots(self, pool: MHATokenToKVPool, loc: Tensor) -> Tensor:

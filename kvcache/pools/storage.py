@@ -190,8 +190,7 @@ class FP8Codec(Codec):
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
         self.accepts = (config.dtype, *FLOATS)
-        kinds = len(config.rows)
-        self._scales = [(1.0,) * kinds for _ in range(config.num_layers)]
+        self._scales = [(1.0,) * len(config.rows) for _ in range(config.num_layers)]
         # Always two scales, because reads and writes process two kinds of rows together.
         shape = (2, config.num_layers, 2)
         self._device_scales, self._inverse = torch.ones(shape, device=config.device)

@@ -199,10 +199,9 @@ class DiskBackup:
 
         def back(at: int, parts: Sequence[tuple[int, int]], buffer: PinnedPiece) -> None:
             self._file.read(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
-            placed = _placed(buffer.address, parts)
             kept = [
                 (offset, source, min(nbytes, end - offset))
-                for source, offset, nbytes in placed
+                for source, offset, nbytes in _placed(buffer.address, parts)
                 if offset < end
             ]
             backend.copy([(base + offset, source, nbytes) for offset, source, nbytes in kept])

@@ -120,10 +120,9 @@ def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
 
 def _touch(address: int, nbytes: int) -> list[Future[None]]:
     """Populate in many threads: the kernel clears pages at only 2 GiB/s for each thread."""
-    starts = range(address, address + nbytes, _CHUNK)
     return [
         workers("touch").submit(_populate, start, min(_CHUNK, address + nbytes - start))
-        for start in starts
+        for start in range(address, address + nbytes, _CHUNK)
     ]
 
 
@@ -365,8 +364,7 @@ class PinnedArena:
         while self._returned:
             piece = self._returned.popleft()
             segment = self._segment_of(piece)
-            free = joined(sorted([*segment.free, piece]))
-            segment.free = [PinnedPiece(*part) for part in free]
+            segment.free = [PinnedPiece(*part) for part in joined(sorted([*segment.free, piece]))]
 
     def _segment_of(self, piece: PinnedPiece) -> _Segment:
         return next(s for s in self._segments if 0 <= piece.address - s.address < s.nbytes)

@@ -96,10 +96,9 @@ class TorchUse:
     def _pools(self) -> int:
         """Return the bytes of segments in pools, which belong to regions and graphs on tags."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        segments = torch.cuda.memory_snapshot(include_traces=False)
         return sum(
             segment["total_size"]
-            for segment in segments
+            for segment in torch.cuda.memory_snapshot(include_traces=False)
             if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
         )
 

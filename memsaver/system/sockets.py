@@ -11,8 +11,7 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
 
     For a connecting socket, these are the ids of the process that listens.
     """
-    size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     return pid, uid

@@ -375,8 +375,7 @@ class Transactions:
             undo.callback(arena.thaw)
             arena.freeze()  # no other thread can grow the tag now
             # A region of another thread may have grown the tag before the freeze.
-            more = max(0, nbytes - arena.stats.committed)
-            arena.extend(self._pool.obtain(more, undo), undo)
+            arena.extend(self._pool.obtain(max(0, nbytes - arena.stats.committed), undo), undo)
             undo.pop_all()
         arena.thaw()
 

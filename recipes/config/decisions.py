@@ -86,8 +86,7 @@ class Decisions:
         """Return the decisions with values and reasons for those among them that are open."""
         made = {name: value for name, value in values.items() if name in self.open}
         told = {name: text for name, text in (reasons or {}).items() if name in made}
-        rest = self.open - made.keys()
-        return replace(self, **made, reasons={**self.reasons, **told}, open=rest)
+        return replace(self, **made, reasons={**self.reasons, **told}, open=self.open - made.keys())
 
     def taking(self, other: Decisions, *names: str) -> Self:
         """Return the decisions with open ones among `names` made as in other decisions.

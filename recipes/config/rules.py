@@ -91,14 +91,12 @@ def _of_random_model(recipe: Recipe) -> Faults:
         yield "model.shape", "excludes model.config", remedy
     elif shape not in shapes():
         close = difflib.get_close_matches(shape, shapes(), n=1) or ["qwen2.5-0.5b"]
-        rule = f"must be one of {', '.join(shapes())}"
-        yield "model.shape", rule, f"set model.shape={close[0]}"
+        yield "model.shape", f"must be one of {', '.join(shapes())}", f"set model.shape={close[0]}"
 
 
 def _of_sets(recipe: Recipe) -> Faults:
     keys: dict[str, str] = {}
-    sets = sections.sets_by_key(recipe.task, recipe.eval.sets)
-    for key, part in sets.items():
+    for key, part in sections.sets_by_key(recipe.task, recipe.eval.sets).items():
         file = part.name == "file"
         if file and part.data is None:
             remedy = f"set {key}.data=FILE, or ORG/NAME of a data set on the Hub"
@@ -257,8 +255,7 @@ def _of_grpo(recipe: Recipe) -> Faults:
 
 
 def _of_ppo(recipe: Recipe) -> Faults:
-    warmup = recipe.ppo.critic_warmup_steps
-    if warmup >= recipe.steps:
+    if recipe.ppo.critic_warmup_steps >= recipe.steps:
         yield "ppo.critic_warmup_steps", f"leaves none of steps={recipe.steps} to the policy"
 
 

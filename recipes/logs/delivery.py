@@ -141,8 +141,7 @@ class Trackers:
     def record(self) -> None:
         """Record the newest rows that were offered, before rows are cut back for a restart."""
         for delivery in self._deliveries:
-            place = {key: delivery.newest[key] for key in NOWHERE}
-            self._runs[delivery.name] |= place
+            self._runs[delivery.name] |= {key: delivery.newest[key] for key in NOWHERE}
         if self._runs:
             replace_text(self._file, json_lines(self._runs.values()))
 

@@ -166,9 +166,8 @@ def answer(
         SamplingParams(max_tokens=most, temperature=temperature, n=samples, seed=seed)
         for seed in seeds
     ]
-    groups = rollout.generate(prompt_ids, params)
     flat: list[tuple[int, Completion]] = []
-    for index, group in enumerate(groups):
+    for index, group in enumerate(rollout.generate(prompt_ids, params)):
         flat += ((index, completion) for completion in group)
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]

@@ -85,8 +85,7 @@ def plan_of(recipe: Recipe, name: str, *, gpu: str | None, **how: Any) -> Memory
             )
             if how.get("prompt_tokens") is None:
                 tasks, _ = encoded_tasks(recipe, tasks, tokenizer, datetime.now())
-                longest = max(len(problem.prompt_ids) for problem in tasks.problems())
-                how["prompt_tokens"] = longest
+                how["prompt_tokens"] = max(len(problem.prompt_ids) for problem in tasks.problems())
         except RecipeError:
             if recipe.model.path is None or recipe.model.shape is None:
                 raise
@@ -162,8 +161,7 @@ def _table(plan: MemoryPlan, parts: dict[str, list[int]], bars: bool = False) ->
     if bars:
         table.add_column("", no_wrap=True)
     for name in (device, *parts, saved):
-        heading = name if bars else name.replace("_", "\n")
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(name if bars else name.replace("_", "\n"), justify="right", no_wrap=True)
     for place, stage in enumerate(plan.rows):
         over = stage.device_bytes > plan.room
         color = "red" if over else "cyan"

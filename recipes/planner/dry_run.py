@@ -257,19 +257,17 @@ def dry_run(
     sink.peaks.watch("trainer", saver.take_usage)
     sink.peaks.watch("rollout", rollout.take_usage)
     served = cast(Rollout, rollout)  # It lacks the methods of a sync, which are never called.
-    cycle = Cycle(trainer, served, on_stage=sink.passed, **cycle_arguments(setup))
     loop = LOOPS[recipe.algorithm](
         setup=setup,
         trainer=trainer,
         rollout=served,
-        cycle=cycle,
+        cycle=Cycle(trainer, served, on_stage=sink.passed, **cycle_arguments(setup)),
         rewards=open_rewards(setup.tasks, recipe.task, workers=0),
         sink=sink,
     )
     stages = _of_a_later_step(loop, sink.peaks, saver.planned)
     sizes = saver.sizes()
-    handed_over = sum(rollout.handed_over.values())
-    return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
+    return DryRun(stages, sizes, saver.planned.host_bytes, sum(rollout.handed_over.values()))
 
 
 def _of_a_later_step(loop: Loop, peaks: Peaks, device: PlannedDevice) -> Stages:
@@ -395,8 +393,7 @@ def _setup(recipe: Recipe, decisions: Decisions, directory: Path, prompt_tokens:
     fields |= {"loss": loss, "correction": correction}
     small = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, every=0), **fields)
     ids = array("i", [0] * prompt_tokens)  # The planned prompts have a length and no content.
-    numbers = range(prompts)
-    problems = tuple(Problem(prompt=str(number), prompt_ids=ids) for number in numbers)
+    problems = tuple(Problem(prompt=str(number), prompt_ids=ids) for number in range(prompts))
     wrong = Score(reward=0.0, correct=False)
     task = Task(name="planned", train=problems, held_out=problems, score=lambda *_: wrong)
     return Setup(

@@ -275,8 +275,7 @@ def _of_device_and_host(
         host, used = cluster.n_gpus_per_node * (absent + run.host), entry["device_bytes"]
         if card.on_host:
             host, used = kept + tier, used + kept + tier
-        contexts = card.contexts
-        stages.append(StagePlan(stage=stage, used=used, contexts=contexts, host=host, **held))
+        stages.append(StagePlan(stage=stage, used=used, contexts=card.contexts, host=host, **held))
     host = cluster.n_gpus_per_node * kept + cluster.engines_per_node * tier
     return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
 
@@ -392,8 +391,7 @@ def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str
             worst = _fullest(stages[::-1] if with_kv else stages)
             missing = worst.device_bytes - plan.room
             text = f"{worst.stage} is short of {_rounded(missing)} {where}"
-            ways = _ways(plan, recipe, worst, missing)
-            shortages[kind] = Shortage(missing, text, larger, ways)
+            shortages[kind] = Shortage(missing, text, larger, _ways(plan, recipe, worst, missing))
     if plan.host_room is not None and plan.host_bytes > plan.host_room:
         missing = plan.host_bytes - math.floor(plan.host_room)
         machine = f"a machine of {recipe.cluster.host_gib:g} GiB"

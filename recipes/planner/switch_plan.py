@@ -247,8 +247,7 @@ class Switch:
         return line
 
     def _listed(self, tags: Iterable[str]) -> str:
-        named = [f"{tag} {format_bytes(self.sizes[tag])}" for tag in tags]
-        return ", ".join(named) or "nothing"
+        return ", ".join([f"{tag} {format_bytes(self.sizes[tag])}" for tag in tags]) or "nothing"
 
     def _peak(self, resident: Collection[str]) -> tuple[str, int]:
         """Return the fullest stage and its bytes if the given tags stayed.
@@ -269,8 +268,7 @@ class Switch:
         copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
         copied -= sum(sizes[tag] for tag in [*overlap, *self._ahead(overlap)])
         written = 0 if self.plan.decisions.alias else sizes.get("weights", 0)
-        mapping = self._remapping(leaves)
-        return copied / self.plan.gpu.link + mapping + written * _SYNCED + _MESSAGES
+        return copied / self.plan.gpu.link + self._remapping(leaves) + written * _SYNCED + _MESSAGES
 
     def _remapping(self, leaves: Collection[str]) -> float:
         """Return the seconds in the driver if all leaving tags and torch's cache go through it."""

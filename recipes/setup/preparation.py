@@ -181,8 +181,7 @@ def encoded_tasks(
         return tasks, form
     short = without_long(tasks, limit)
     for before, after in zip(tasks.all, short.all, strict=True):
-        lost = (before.train and not after.train) or (before.held_out and not after.held_out)
-        if lost:
+        if (before.train and not after.train) or (before.held_out and not after.held_out):
             key, need = "task.max_prompt_tokens", max(map(_length, tasks.problems()))
             raise no_problem(after, f"{key}={limit}", f"set {key}={need}")
     return short, form

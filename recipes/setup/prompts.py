@@ -185,9 +185,8 @@ def encode_prompts(tasks: Tasks, form: PromptFormat) -> Tasks:
 
 
 def _check_system_turn(form: PromptFormat, problem: Problem) -> None:
-    alone = replace(form, system_prompt="")
     with contextlib.suppress(TemplateError):  # The template requires a system turn.
-        same = alone.encode([problem]) == [problem.prompt_ids]
+        same = replace(form, system_prompt="").encode([problem]) == [problem.prompt_ids]
         if same and problem.turns[0]["role"] != "system":
             raise _no_system_turn(form, "ignores a system turn")
 

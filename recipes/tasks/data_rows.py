@@ -100,8 +100,7 @@ def _folder(path: Path, section: ProblemSection, place: str) -> Iterator[DataRow
             rule = "only a data set on the Hub has one, and this is a folder; drop it"
             raise RecipeError(f"{place}.{key}={value}: {rule}")
     if not files:
-        kinds = ", ".join(READERS)
-        raise BadRow(f"has no rows in files of the kinds {kinds}; name another folder")
+        raise BadRow(f"has no rows in files of the kinds {', '.join(READERS)}; name another folder")
     for file in files:
         yield from _file(file)
 

@@ -33,15 +33,13 @@ def reasoning_gym(section: ProblemSection, place: str) -> Task:
     options = {"seed": 0, "size": SIZE, **section.parameters}
     dataset = _dataset(section, name, options, place)
     try:
-        setting = f"{place}.parameters.size={dataset.size}"
-        drawn = draw_reproducibly(name, options, setting)
+        drawn = draw_reproducibly(name, options, f"{place}.parameters.size={dataset.size}")
     except Exception as error:  # A parameter of a wrong type fails only here.
         raise _refused(section, place, error) from error
 
-    score = GeneratorScorer(name, options, section.extract)
     distinct = {entry["question"]: _problem(entry) for entry in drawn}
     sides = split([*distinct.values()], section.held_out_fraction, SAME.get(name, str))
-    return Task(name=name, **sides, score=score)
+    return Task(name=name, **sides, score=GeneratorScorer(name, options, section.extract))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +85,7 @@ def _loaded(name: str, options: dict[str, Any], extract: Extract) -> GeneratorSc
 def _problem(entry: dict[str, Any]) -> Problem:
     """Return the problem of an entry; generators that accept several answers may name none."""
     answer = "" if entry["answer"] is None else str(entry["answer"])
-    columns = {"metadata": entry["metadata"]}
-    return Problem(prompt=entry["question"], answer=answer, columns=columns)
+    return Problem(prompt=entry["question"], answer=answer, columns={"metadata": entry["metadata"]})
 
 
 def _dataset(section: ProblemSection, name: str, options: dict[str, Any], place: str) -> Any:

@@ -30,8 +30,7 @@ def make_tasks(section: TaskSection, sets: Sequence[ProblemSection] = ()) -> Tas
     Raises:
         RecipeError: A set cannot be built, or has no problem to train or to evaluate on.
     """
-    sections = sets_by_key(section, sets)
-    built = [make_task(part, key) for key, part in sections.items()]
+    built = [make_task(part, key) for key, part in sets_by_key(section, sets).items()]
     count = 1 + len(section.mixture)
     evaluated = tuple(map(_evaluated_only, built[count:]))
     tasks = Tasks(trained=tuple(built[:count]), evaluated=evaluated)

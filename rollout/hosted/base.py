@@ -106,8 +106,7 @@ class HostedRollout(EngineBase):
         self.decisions = StepDecisions(self._ranks)
         self.saver: MemorySaver = engine.saver
         self.store = self._laid_out(path)
-        updatable = self.store.buffers.values()
-        self._buffers = _host_copies(engine.model, self.saver.device, updatable)
+        self._buffers = _host_copies(engine.model, self.saver.device, self.store.buffers.values())
         if not self._sleeps(WEIGHTS):
             self._save_buffers()
         self._watch = ContentWatch(self.saver, *self._behind(*TAGS))

@@ -127,8 +127,7 @@ def check_taken(ranks: Sequence[Sequence[Part]], shapes: Mapping[str, Ints]) -> 
 
 def check_filled(recording: Recording, model: nn.Module) -> None:
     """Raise a ValueError naming parameters of the model that the loader does not fill entirely."""
-    tensors = chain(model.parameters(), model.buffers())
-    starts = sorted({tensor.data_ptr() for tensor in tensors})
+    starts = sorted({tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())})
     filled = Counter[int]()
     for address, nbytes in chain(recording.zeros, map(_place, recording.landed)):
         filled[starts[bisect_right(starts, address) - 1]] += nbytes
@@ -204,8 +203,7 @@ def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
         start = tuple(int(at) for at in np.unravel_index(first, whole))
         if any(at + size > n for at, size, n in zip(start, sizes, whole, strict=True)):
             raise _no_slice(landed)
-        offset = dot(numbers, [loop.step for loop in loops])
-        yield LoadedBox(start, tuple(sizes), offset, within)
+        yield LoadedBox(start, tuple(sizes), dot(numbers, [loop.step for loop in loops]), within)
 
 
 def _walks(landed: Landed, whole: Ints) -> Iterator[_Walk]:

@@ -63,8 +63,7 @@ class VllmWorker(HostedEngine):
         self.worker = worker
         self.model = worker.get_model()
         if several_ranks():
-            place = importlib.import_module("vllm.distributed.parallel_state")
-            ranks: Any = place.get_tp_group()
+            ranks: Any = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
             self.group = ranks.cpu_group if ranks.world_size > 1 else None
 
     def tags_behind(self, tag: str) -> list[str]:

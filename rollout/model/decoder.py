@@ -202,8 +202,7 @@ class Experts:
         self._bias = store.buffers[name + _BIAS] if config.bias else None
         self._shared = self._shared_gate = None
         if config.shared is not None:
-            shared = GatedConfig(inner=config.shared)
-            self._shared = shared.build(store, name + config.shared_name)
+            self._shared = GatedConfig(inner=config.shared).build(store, name + config.shared_name)
         if config.shared is not None and config.shared_gate:
             self._shared_gate = store.tensor(name + "shared_expert_gate.weight")
 

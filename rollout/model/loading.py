@@ -146,7 +146,6 @@ def _attention(
     name: str, layer: ObservedAttention, shapes: Shapes, rope: RopeConfig
 ) -> AttentionConfig:
     width = layer.key_width
-    queries = shapes[name + "q_proj.weight"][0]
     return AttentionConfig(
         num_heads=layer.query_heads,
         num_kv_heads=layer.kv_heads,
@@ -155,7 +154,7 @@ def _attention(
         qkv_bias=name + "q_proj.bias" in shapes,
         o_bias=name + "o_proj.bias" in shapes,
         qk_norm=name + "q_norm.weight" in shapes,
-        output_gate=queries == 2 * layer.query_heads * width,
+        output_gate=shapes[name + "q_proj.weight"][0] == 2 * layer.query_heads * width,
         window=layer.window,
     )
 

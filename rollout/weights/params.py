@@ -139,8 +139,7 @@ def _runs(
     A run is a part's first element, its number of elements, and their place in the stored tensor.
     """
     count = split.count or size
-    length = param.shape[split.dim]
-    units, rest = divmod(length, sum(split.units))
+    units, rest = divmod(param.shape[split.dim], sum(split.units))
     if rest or (
         units % count and not (split.padded or split.uneven or _copied(split, units, count))
     ):

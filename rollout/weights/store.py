@@ -126,8 +126,7 @@ class WeightStore(WeightPages):
     def tensor(self, name: str) -> Tensor:
         """Return a view of a parameter (also by a tied name) or of a fused tensor."""
         name = self.manifest.aliases.get(name, name)
-        where = self.manifest.modules.get(name) or self._slices[name][0]
-        return self.box(where)
+        return self.box(self.manifest.modules.get(name) or self._slices[name][0])
 
     def products(self, groups: Sequence[ParamGroup]) -> list[tuple[Tensor, Tensor | None]]:
         """Return one weight [N, K] of each shape among `groups`, and the bias [N] added to it."""

@@ -28,8 +28,7 @@ class PeftAdapters:
     def __init__(self, model: Any) -> None:
         """Find the adapted layers; a ValueError names the first that a sync cannot merge."""
         self._model, active = model, _active(model)
-        named = model.named_parameters(remove_duplicate=False)
-        uses = Counter(id(param) for _, param in named)
+        uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
         self._layers = dict(_adapted_layers(model, active))
         for name, layer in self._layers.items():
             if uses[id(layer.get_base_layer().weight)] > 1:

@@ -30,8 +30,7 @@ class InPlaceSync:
         self._generation = generation
         adapted = hasattr(generation.model, "peft_config")
         self._adapters = PeftAdapters(generation.model) if adapted else None
-        engine = VllmEngine(generation.llm)
-        self.rollout = HostedRollout(engine, generation.model.name_or_path)
+        self.rollout = HostedRollout(VllmEngine(generation.llm), generation.model.name_or_path)
         self._versions = count(1)
         self._ids: list[int] = []
         self._sync: WeightSync | None = None

@@ -216,9 +216,8 @@ class SequenceBatch:
         Returns:
             The new batch.
         """
-        fields = ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN)
         chosen: dict[str, Any] = {}
-        for name in fields:
+        for name in ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN):
             value = getattr(self, name)
             if isinstance(value, Tokens):
                 chosen[name] = value.select(rows)

@@ -125,6 +125,5 @@ def micro_logprobs(
         with scoring, getattr(model, "forward_products", nullcontext)():  # see `make_exact`
             logprobs, entropy = model(**micro.inputs()).logits
     else:
-        logits = token_logits(model, micro)
-        logprobs, entropy = logit_scores(logits, micro.target, temperature)
+        logprobs, entropy = logit_scores(token_logits(model, micro), micro.target, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()

@@ -180,10 +180,9 @@ class Wire:
         result is a function that waits for both transfers: it blocks the host on gloo, the current
         stream on NCCL.
         """
-        both = [(dist.isend, sent), (dist.irecv, taken)]
         operations = [
             dist.P2POp(way, end[0], group=self.group, group_peer=end[1])
-            for way, end in both
+            for way, end in [(dist.isend, sent), (dist.irecv, taken)]
             if end is not None
         ]
         works: list[dist.Work] = []

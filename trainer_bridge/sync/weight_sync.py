@@ -376,8 +376,7 @@ class WeightSync:
         relayed = set[int]() if self._relay is None else self._relay.targets
         with self._current():
             for number in self._writer.targets | relayed:
-                nbytes = offers[number].nbytes
-                use = self._kept.use(offers[number].ticket, at_least=nbytes)
+                use = self._kept.use(offers[number].ticket, at_least=offers[number].nbytes)
                 lease = state.leases.enter_context(use)
                 state.pages[number] = lease.tensor((lease.nbytes,), torch.uint8)
 

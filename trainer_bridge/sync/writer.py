@@ -219,8 +219,7 @@ class Writer:
                 computed[copy.name].append(copy)
             else:
                 rows.append(rows_of_copy(copy, sources[copy.name]))
-        device = scratch.device
-        self._tables = {target: RowCopies(rows, device) for target, rows in plain.items()}
+        self._tables = {target: RowCopies(rows, scratch.device) for target, rows in plain.items()}
         steps = (self._steps_of(name, parts) for name, parts in computed.items())
         self._steps = list(chain.from_iterable(steps))
         self._remote = remote & self.targets
@@ -257,8 +256,7 @@ class Writer:
         return digests
 
     def _steps_of(self, name: str, copies: Sequence[Copy]) -> Iterator[_Step]:
-        base = self.sources[name]
-        for first, last in _row_steps(base):
+        for first, last in _row_steps(self.sources[name]):
             if tables := self._derived_tables(copies, first, last):
                 yield name, first, last, tables
 

@@ -38,8 +38,7 @@ class EngineRollout(VerlSync, BaseRollout):
         self._replica = rank // size if replica_rank == -1 else replica_rank
         self._has_server = rank % size == 0
         self.server_handle = None
-        job = ray.get_runtime_context().get_job_id()
-        pair = engine_pair(job, self._replica, rank % size)
+        pair = engine_pair(ray.get_runtime_context().get_job_id(), self._replica, rank % size)
         self._handle = WorkerHandle(pair, "the engine's process")
 
     def _ensure_server_handle(self) -> bool:

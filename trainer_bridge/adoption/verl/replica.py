@@ -29,8 +29,7 @@ class InPlaceServer(vLLMHttpServer, UpdatedServer):
     async def sleep(self) -> None:
         """Sleep as verl's server does. vLLM clears all caches when it falls asleep."""
         await super().sleep()
-        hybrid = self.rollout_mode == RolloutMode.HYBRID
-        self._kv_sleeps = hybrid and self.config.free_cache_engine
+        self._kv_sleeps = self.rollout_mode == RolloutMode.HYBRID and self.config.free_cache_engine
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake up as verl's server does."""
