@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.config import check_counts, check_option
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 Progress = Callable[[int, int, int], None]
 """Callback after every step: (finished samples, all samples, generated tokens).

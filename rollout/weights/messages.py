@@ -1,19 +1,14 @@
 """The messages of a weight update: layouts, offers, receipts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from memsaver import Ticket
 from memsaver.ops.layout import row_major
-
-if TYPE_CHECKING:
-    from memsaver import Ticket
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from memsaver import MemorySaver
 from memsaver.ops.layout import round_up
 from memsaver.ops.rows import dot
 from rollout.tag_names import WEIGHTS
@@ -18,19 +18,12 @@ from rollout.weights.messages import Manifest, ModuleTensor, ParamSlice
 from rollout.weights.pages import WeightPages, shorten
 from rollout.weights.params import FilePiece, Param, ParamGroup, Stored, spellings
 
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
-
 ALIGNMENT = 256  # bytes: whole cache lines, and enough for the vector loads of every kernel
-
-
-def _align(nbytes: int) -> int:
-    return round_up(nbytes, ALIGNMENT)
 
 
 def arena_nbytes(groups: Sequence[ParamGroup], dtype: torch.dtype) -> int:
     """Return the bytes of an arena for the groups, each of which is aligned."""
-    return sum(_align(_elements(group.params) * dtype.itemsize) for group in groups)
+    return sum(round_up(_elements(group.params) * dtype.itemsize, ALIGNMENT) for group in groups)
 
 
 def _elements(parts: Iterable[Param | FilePiece]) -> int:
@@ -51,7 +44,7 @@ def build_manifest(
     place = partial(ModuleTensor, dtype=str(dtype).removeprefix("torch."))
     offset, index = base, 0
     for group in groups:
-        first = offset = _align(offset)
+        first = offset = round_up(offset, ALIGNMENT)
         for param in group.params:
             stored = place(offset=offset, shape=param.shape)
             slices += _slices(param, stored, index)
@@ -100,7 +93,7 @@ class WeightStore(WeightPages):
         groups: Sequence[ParamGroup],
         aliases: dict[str, str],
         dtype: torch.dtype,
-        saver: "MemorySaver",
+        saver: MemorySaver,
         tag: str = WEIGHTS,
         buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:

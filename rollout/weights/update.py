@@ -23,19 +23,16 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from memsaver import ContentWatch, LeaseError, StateError
+from memsaver import Content, ContentWatch, LeaseError, MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from rollout.errors import WeightUpdateError
 from rollout.tag_names import WEIGHTS_SHADOW
 from rollout.weights.messages import PackedBox, UpdateReceipt, WeightOffer, WriteReceipt
 from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages, shorten
-
-if TYPE_CHECKING:
-    from memsaver import Content, MemorySaver, Release, Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,7 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, store: WeightPages, saver: "MemorySaver", on_new_weights: Callable[[], None]
+        self, store: WeightPages, saver: MemorySaver, on_new_weights: Callable[[], None]
     ) -> None:
         """Start without an open update.
 
@@ -172,7 +169,7 @@ class WeightUpdate:
     def alias(
         self,
         version: int,
-        ticket: "Ticket",
+        ticket: Ticket,
         layout_hash: str,
         digest: int | None,
         buffers: Mapping[str, Tensor],
@@ -220,7 +217,7 @@ class WeightUpdate:
         if self._open is not None or not self._spared:
             self._close(reason)
 
-    def sleep(self, level: int, release: "Release", on_discard: Callable[[], None]) -> None:
+    def sleep(self, level: int, release: Release, on_discard: Callable[[], None]) -> None:
         """Pause the weights, and end an open update.
 
         Args:
@@ -358,7 +355,7 @@ def write_boxes(pages: Tensor, boxes: Sequence[PackedBox], data: Tensor, base: i
         box.view(pages, base).copy_(elements.view(box.shape))
 
 
-def require_active(saver: "MemorySaver", tag: str, action: str) -> None:
+def require_active(saver: MemorySaver, tag: str, action: str) -> None:
     """Raise a StateError if the tag is paused or parts of it have no memory."""
     if saver.is_paused(tag):
         raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")
