@@ -136,7 +136,7 @@ class Prefetch:
         started, rest = time.perf_counter(), iter(self._queued)
         try:
             self._backend.bind_thread()
-            pieces = map(self._transfers, self._pieces)
+            pieces = ([*chain.from_iterable(map(self._from_host, part))] for part in self._pieces)
             self._backend.feed(pieces, lambda event: next(rest).set_result(event), inward=True)
             self._done(time.perf_counter() - started)
             self.arrived = True
@@ -144,9 +144,6 @@ class Prefetch:
         except BaseException as error:
             for future in (*rest, self._copied):
                 future.set_exception(error)
-
-    def _transfers(self, parts: Ranges) -> list[Transfer]:
-        return [*chain.from_iterable(map(self._from_host, parts))]
 
     def _from_host(self, part: Range) -> Iterator[Transfer]:
         at, nbytes = part

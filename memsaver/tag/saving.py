@@ -1,7 +1,5 @@
 """Save of tags' content to host memory or a file, unless a clean copy still holds it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -152,8 +150,6 @@ def read_saved(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Ten
 def _joined(views: list[torch.Tensor], nbytes: int) -> torch.Tensor:
     """Concatenate views into memory that is on no tag, even if a region is open."""
     flat = torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
-    done = 0
-    for view in views:
-        flat[done : done + len(view)] = view
-        done += len(view)
+    for part, view in zip(flat.split([*map(len, views)]), views, strict=True):
+        part.copy_(view)
     return flat
