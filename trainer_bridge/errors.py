@@ -14,14 +14,13 @@ class CycleError(RuntimeError):
     """
 
     def __init__(self, stage: str, cause: BaseException) -> None:
-        text = " ".join(str(cause).split())
-        description = f"{type(cause).__name__}: {text}" if text else repr(cause)
-        super().__init__(f"stage {stage!r} failed: {description}")
-        self.stage = stage
-        self.cause = cause
+        super().__init__(stage, cause)  # all arguments, so that it can be unpickled
+        self.stage, self.cause = stage, cause
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.stage, self.cause)
+    def __str__(self) -> str:
+        text = " ".join(str(self.cause).split())
+        description = f"{type(self.cause).__name__}: {text}" if text else repr(self.cause)
+        return f"stage {self.stage!r} failed: {description}"
 
 
 class UnequalTokens(RuntimeError):
@@ -60,13 +59,11 @@ class ActorError(RuntimeError):
     """
 
     def __init__(self, actor: str, method: str, reason: str) -> None:
-        super().__init__(f"the {actor} actor {reason} in {method}()")
-        self.actor = actor
-        self.method = method
-        self.reason = reason
+        super().__init__(actor, method, reason)
+        self.actor, self.method, self.reason = actor, method, reason
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.actor, self.method, self.reason)
+    def __str__(self) -> str:
+        return f"the {self.actor} actor {self.reason} in {self.method}()"
 
 
 class ActorDied(ActorError):
@@ -89,13 +86,12 @@ class RankFailed(RuntimeError):
     """
 
     def __init__(self, actor: str, method: str, error: Exception) -> None:
-        super().__init__(f"the {actor} actor failed in {method}(): {type(error).__name__}: {error}")
-        self.actor = actor
-        self.method = method
-        self.error = error
+        super().__init__(actor, method, error)
+        self.actor, self.method, self.error = actor, method, error
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.actor, self.method, self.error)
+    def __str__(self) -> str:
+        cause = f"{type(self.error).__name__}: {self.error}"
+        return f"the {self.actor} actor failed in {self.method}(): {cause}"
 
 
 class OtherRankFailed(RuntimeError):
@@ -115,12 +111,11 @@ class SyncError(RuntimeError):
     """
 
     def __init__(self, stage: str, reason: str) -> None:
-        super().__init__(f"the weight sync failed in stage {stage!r}: {reason}")
-        self.stage = stage
-        self.reason = reason
+        super().__init__(stage, reason)
+        self.stage, self.reason = stage, reason
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.stage, self.reason)
+    def __str__(self) -> str:
+        return f"the weight sync failed in stage {self.stage!r}: {self.reason}"
 
 
 def listed(problems: Sequence[str], limit: int = 20) -> str:
