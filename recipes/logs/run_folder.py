@@ -23,8 +23,6 @@
 Rows are flushed immediately. Other files are replaced atomically and synced to disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -35,7 +33,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from memsaver.system.files import replace_text
 from recipes.config.load import recipe_text
@@ -173,7 +171,7 @@ class RunFolder:
         self.place = "during setup"
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe) -> RunFolder:
+    def create(cls, path: Path, recipe: Recipe) -> Self:
         """Write the first files of a new run."""
         folder = cls(path)
         with folder.checkpoints.writing("the run's folder"):
@@ -183,7 +181,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
+    def reopen(cls, path: Path, recipe: Recipe) -> Self:
         """Cut an earlier run back to its last checkpoint, or to its start if it has none.
 
         Rows of later steps are dropped. Trace, memory picture and environment of the previous

@@ -1,11 +1,9 @@
 """A dynamic loss scale for float16, and checks for numbers that exceed its range."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,11 +38,11 @@ class LossScale:
     good: int = 0  # updates since the scale changed
 
     @classmethod
-    def of(cls, config: TrainerConfig) -> LossScale:
+    def of(cls, config: TrainerConfig) -> Self:
         dynamic = config.torch_param_dtype == torch.float16
         return cls(dynamic=dynamic, value=FIRST if dynamic else 1.0)
 
-    def continuing(self, stored: Mapping[str, Any] | None) -> LossScale:
+    def continuing(self, stored: Mapping[str, Any] | None) -> Self:
         """Return the scale of a run that continues from a checkpoint with the fields `stored`.
 
         This scale continues unchanged if the checkpoint has none, or if only one of the two scales
