@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ar
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from recipes.config.literals import Extract
+
 Class = TypeVar("Class")
 CONFIG = ConfigDict(
     extra="forbid",
@@ -390,7 +392,6 @@ class PpoSection:
 
 
 DATA_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-Extract = Literal["text", "number", "boxed", "tag"]
 
 
 @section

@@ -3,15 +3,11 @@ r"""Extraction of the answer proper from a text, and the values of numbers.
 All functions take time linear in the length of the text, because models write texts of any form.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from recipes.config.sections import Extract
+from recipes.config.literals import Extract
 
 NUMBER = re.compile(
     r"""

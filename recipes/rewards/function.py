@@ -1,7 +1,5 @@
 """Reward functions: import, calls by each convention, and texts about failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -14,16 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from recipes.config.literals import Extract
 from recipes.errors import RecipeError, counted, one_line, shown
 from recipes.importing import import_function
 from recipes.rewards.packaged import PACKAGED
 from recipes.rewards.reward_set import RewardSet, Source, is_scorer
 from recipes.rewards.score import Answer, Score, score_of
-
-if TYPE_CHECKING:
-    from recipes.config.sections import Extract
 
 Kind = Literal["each", "together", "groups"]
 """How a function is called: for each answer, for all and awaited, or for whole groups (batched)."""

@@ -1,15 +1,11 @@
 """Packaged reward functions. Each gives 0 to an answer that `sampling.max_tokens` cut off."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from recipes.config.literals import Extract
 from recipes.errors import shown
 from recipes.rewards.extract import extract as part_of
 from recipes.rewards.extract import extract_expected, last_number
-
-if TYPE_CHECKING:
-    from recipes.config.sections import Extract
 
 SECONDS = 5
 """Limit of math-verify for parsing one text, and for comparing two."""

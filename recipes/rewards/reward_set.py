@@ -1,19 +1,15 @@
 """Reward functions of one set of problems: their names, weights, and the sum for an answer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from recipes.config.literals import Extract
 from recipes.errors import RecipeError, counted, one_line, shown
 from recipes.rewards.packaged import IN_PROCESS, PACKAGED
 from recipes.rewards.score import Answer, Score, Scored, as_reward
-
-if TYPE_CHECKING:
-    from recipes.config.sections import Extract
 
 Source = str | Callable[..., Any]
 """A reward function: its name in a recipe, or the callable itself."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from recipes.config.sections import Extract, ProblemSection
+from recipes.config.literals import Extract
+from recipes.config.sections import ProblemSection
 from recipes.errors import RecipeError, one_line, shown
 from recipes.rewards.extract import extract
 from recipes.tasks.draws import draw_reproducibly
