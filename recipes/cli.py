@@ -276,9 +276,8 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     add("--step", type=at_least(0), metavar="N", help=newest)
     add("--kind", choices=("train", "eval"), help="answers of training, or of evaluations")
     add("--set", metavar="LABEL", help="answers to problems of this set")
-    largest, smallest = "the N answers of the largest reward", "of the smallest, faults first"
-    either("--best", type=at_least(1), metavar="N", help=largest)
-    either("--worst", type=at_least(1), metavar="N", help=smallest)
+    either("--best", type=at_least(1), metavar="N", help="the N answers of the largest reward")
+    either("--worst", type=at_least(1), metavar="N", help="of the smallest, faults first")
     few = "number of answers (default 4; with --json: all); 0: all that are recorded"
     either("--count", type=at_least(0), metavar="N", help=few)
     add("--json", action="store_true", help="print whole records, one in a line")

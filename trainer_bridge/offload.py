@@ -302,13 +302,12 @@ def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
         return {}
     params = list(meta_model(config).parameters())
     trained = [param for param in params if param.requires_grad]
-    own, computing = config.torch_dtype.itemsize, config.torch_param_dtype.itemsize
     sizes = {
         PARAMS: _held(params, ranks),
         OPTIM: 0 if config.optimizer_offload else _moments(trained, ranks, config),
-        CRITIC: _held(params, ranks, own),
+        CRITIC: _held(params, ranks, config.torch_dtype.itemsize),
         CRITIC_OPTIM: _moments(params, ranks, config),
-        REFERENCE: _held(params, ranks, computing),
+        REFERENCE: _held(params, ranks, config.torch_param_dtype.itemsize),
     }
     return {tag: sizes[tag] for tag in config.leaving}
 

@@ -266,8 +266,8 @@ def dry_run(
         sink=sink,
     )
     stages = _of_a_later_step(loop, sink.peaks, saver.planned)
-    sizes = saver.sizes()
-    return DryRun(stages, sizes, saver.planned.host_bytes, sum(rollout.handed_over.values()))
+    handed_over = sum(rollout.handed_over.values())
+    return DryRun(stages, saver.sizes(), saver.planned.host_bytes, handed_over)
 
 
 def _of_a_later_step(loop: Loop, peaks: Peaks, device: PlannedDevice) -> Stages:

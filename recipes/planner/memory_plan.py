@@ -420,7 +420,6 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
     batch = min(decisions.micro_batch_size, recipe.answers_per_rank)
     # The batch that would fit if torch held nothing else.
     fitting = max(1, int(batch * (1 - missing / max(held["torch"], missing))))
-    ranks = recipe.engine.tensor_parallel_size
     moments = (OPTIM, CRITIC_OPTIM)
     ways: list[tuple[Collection[str], str, Any]] = [
         ([KV_CACHE], *_less_kv(plan, recipe)),
@@ -430,7 +429,7 @@ def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> l
         (["torch"], "trainer.micro_batch_size", min(batch // 2, 1 << fitting.bit_length() - 1)),
         (["torch"], "trainer.activation_checkpointing", "layers"),
         ([OPTIM], "trainer.optimizer_offload", True),
-        ([WEIGHTS], "engine.tensor_parallel_size", 2 * ranks),
+        ([WEIGHTS], "engine.tensor_parallel_size", 2 * recipe.engine.tensor_parallel_size),
         (moments, "trainer.optimizer", "adamw_8bit"),
         (["torch"], "sampling.max_tokens", answer // 2),
         (moments, "lora.rank", recipe.lora.rank or 32),

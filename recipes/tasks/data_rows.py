@@ -241,10 +241,9 @@ def _data_set(data: str, section: ProblemSection, place: str) -> Iterator[DataRo
     local = "is the folder of a data set, which" if Path(data).is_dir() else ""
     datasets = _imported("datasets", f"{local or 'is no file or folder, and the Hub'} needs")
     errors = _imported("huggingface_hub.errors", "the Hub needs")
-    missing = (datasets.exceptions.DatasetNotFoundError, errors.RepositoryNotFoundError)
     try:
         table = _loaded(datasets, data, section).with_format("arrow")[:]
-    except missing as error:
+    except (datasets.exceptions.DatasetNotFoundError, errors.RepositoryNotFoundError) as error:
         if "is a gated dataset" in str(error) or isinstance(error, errors.GatedRepoError):
             page = f"https://huggingface.co/datasets/{section.data}"
             raise BadRow(f"is gated; accept its terms at {page}, and set HF_TOKEN") from error

@@ -251,7 +251,6 @@ def _tokenizer_ids(directory: Path) -> tuple[int | None, int | None]:
         return tokenizer.eos_token_id, max(tokenizer.get_vocab().values(), default=None)
     except Exception as error:  # a wrong file raises many types
         _read_optional(directory / "tokenizer.json")  # large, so it is read for the message only
-        why = " ".join(str(error).split())
         text = "%s: the tokenizer cannot be read, so its end token ends no answer: %s"
-        _log.warning(text, directory, why)
+        _log.warning(text, directory, " ".join(str(error).split()))
         return None, None

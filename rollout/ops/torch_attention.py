@@ -170,10 +170,9 @@ def _plan_bucket(
     longest = max(end - start for (_, _, end), start in zip(chosen, starts, strict=True))
     positions = torch.tensor(starts, device=device)[:, None] + torch.arange(longest, device=device)
     padding = (positions < first) | (positions >= ends)
-    slots = req_to_token[rows, first.where(padding, positions)].long()
     return DecodeBucket(
         tokens=torch.tensor(members, device=device),
-        slots=_mapped(slots, mapping),
+        slots=_mapped(req_to_token[rows, first.where(padding, positions)].long(), mapping),
         padding=padding.unsqueeze(1),
     )
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memsaver import Content, ContentWatch, LeaseError, MemorySaver, Release, StateError, Ticket
+from memsaver import ContentWatch, LeaseError, MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from rollout.errors import WeightUpdateError
 from rollout.tag_names import WEIGHTS_SHADOW
@@ -233,8 +233,7 @@ class WeightUpdate:
         keep = level == 1 and self._store.version is not None and not self._aliased.held
         if not keep:
             on_discard()
-        content: Content = "host" if keep else "discard"
-        self._saver.pause(self._store.tag, content=content, release=release)
+        self._saver.pause(self._store.tag, content="host" if keep else "discard", release=release)
         if self._aliased.give_back():
             self._poison("a sleep gave the trainer's pages back; sync or share the weights again")
         elif level == 2:

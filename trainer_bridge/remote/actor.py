@@ -204,9 +204,8 @@ class RemoteRollout(RemoteGroup):
 
     def build(self, engines: Sequence[range] | None = None) -> None:
         """Build some engines, or all, on all of their ranks concurrently."""
-        chosen = self.engines if engines is None else engines
         places: list[tuple[RankAddress | None] | None] = [None] * len(self.ranks)
-        for engine in chosen:
+        for engine in self.engines if engines is None else engines:
             own = addresses(self.of(engine), self.ports)
             for rank, address in zip(engine, own, strict=True):
                 places[rank] = (address,)

@@ -265,9 +265,8 @@ def _reachable(address: str | None) -> Iterator[None]:
         yield
     except OSError as error:  # Ray's ConnectionError is one
         cause = str(error.__cause__ or error).strip().splitlines() or ["timeout"]
-        text = f"no Ray cluster answers at {address} ({cause[-1]})"
         remedy = "start one (ray start --head), or set cluster.address to that of a running one"
-        raise ValueError(f"{text}; {remedy}") from error
+        raise ValueError(f"no Ray cluster answers at {address} ({cause[-1]}); {remedy}") from error
 
 
 def _require_stores(nbytes: int) -> None:

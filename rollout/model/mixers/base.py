@@ -86,8 +86,7 @@ class LayerParts:
     def rotary(self, rope: RopeConfig) -> RotaryTables:
         """Return the tables of a rotary embedding; layers share them."""
         if rope not in self._tables:
-            longest, device = self.table.max_context_len, self.table.device
-            self._tables[rope] = rotary_tables(rope, longest, device)
+            self._tables[rope] = rotary_tables(rope, self.table.max_context_len, self.table.device)
         return self._tables[rope]
 
 

@@ -157,9 +157,8 @@ class LatentAttention:
         config = self.config
         heads = queries.unflatten(1, (config.num_heads, -1))
         out = heads.new_empty((*heads.shape[:2], config.kv_rank + config.rope_dim))
-        nope = heads[..., : config.nope_dim]
         latent = out[..., : config.kv_rank].transpose(0, 1)
-        torch.bmm(nope.transpose(0, 1), self._to_keys, out=latent)
+        torch.bmm(heads[..., : config.nope_dim].transpose(0, 1), self._to_keys, out=latent)
         self._rotate(heads[..., config.nope_dim :], batch, out[..., config.kv_rank :])
         return out
 
