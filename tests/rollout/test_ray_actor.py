@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +13,10 @@ import pytest
 
 from rollout import SamplingParams
 from rollout.actor import RolloutActor
-from tests.helpers.models import save_tiny
+from tests.helpers.models import greedy, save_tiny
 from tests.helpers.ray_cluster import RayCluster
-from tests.helpers.rollout.answers import GREEDY
-from tests.helpers.rollout.updates import PROMPTS, TINY, expected, write
+from tests.helpers.rollout.answers import GREEDY, random_prompts
+from tests.helpers.rollout.updates import PROMPTS, TINY, expected, tiny, write
 from trainer_bridge.remote.actor import RemoteRollout
 from trainer_bridge.remote.group import RemoteActor
 
@@ -82,3 +85,29 @@ def test_several_calls_are_answered_together(rollout: RemoteRollout) -> None:
         rollout.sleep()
     rollout.sleep(unfinished="abort")
     assert waiting.result(60)[0].finish_reason == "abort"
+
+
+def test_staggered_requests_of_threads_are_answered_beside_updates(rollout: RemoteRollout) -> None:
+    """Answer 40 requests; three updates to the same weights come between the steps."""
+    version = rollout.weights_version + 1
+    rollout.verify_update(write(rollout.begin_update(version), seed=1))
+    rollout.commit_update(version)
+    prompts, answers = random_prompts(tuple(range(3, 43))), dict[int, list[int]]()
+
+    def ask(first: int) -> None:
+        for number in range(first, len(prompts), 4):
+            time.sleep(random.Random(number).uniform(0, 0.02))
+            answers[number] = rollout.submit(prompts[number], GREEDY).result(60)[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for later in range(version + 1, version + 4):
+        offer = rollout.begin_update(later, shadow=True, in_flight="recompute")
+        rollout.verify_update(write(offer, seed=1))
+        rollout.commit_update(later)
+    for thread in threads:
+        thread.join()
+    assert answers == {
+        number: greedy(tiny(1), prompt, GREEDY.max_tokens) for number, prompt in enumerate(prompts)
+    }
