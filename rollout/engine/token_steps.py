@@ -142,7 +142,7 @@ class TokenSteps:
         with contextlib.suppress(Exception):
             self._collect_all()
         with contextlib.suppress(Exception):
-            self._runner.wait()  # for kernels that write to the memory of dropped results
+            self._runner.wait()  # kernels may still write to the memory of dropped results
         self._scheduler.preempt_all()
 
     def _blame(self, samples: Sequence[Sample], error: Exception) -> None:
@@ -185,6 +185,8 @@ class TokenSteps:
 
     def _collect(self, launched: Launched) -> None:
         """Wait for the tokens of a launched step, and add them to its samples."""
+        if launched.routing is not None:
+            launched.routing.arrive()
         if launched.branches:
             self._branch(launched.logits, launched.branches, launched.version)
         if launched.sent is not None:
@@ -195,8 +197,6 @@ class TokenSteps:
                         sample.routing.add(sample.seen - 1, launched.routing.experts[row : row + 1])
                     sample.ahead -= 1
                     self._scheduler.append(sample, token, logprob, launched.version)
-        if launched.routing is not None:
-            launched.routing.arrive()
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]], version: int) -> None:
         """Advance every beam search by one token. All branches of a search are in the same step."""

@@ -181,9 +181,11 @@ class ModelRunner:
         return to_host(tokens, logprobs)
 
     def wait(self) -> None:
-        """Wait until the device has computed all that was launched."""
+        """Wait until all that was launched has been computed, and experts have arrived."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        if self.recorder is not None:
+            self.recorder.arrive()
 
     @torch.inference_mode()
     def candidates(

@@ -29,6 +29,7 @@ class RoutingRecorder:
         self._written = torch.zeros(shape, dtype=dtype, device=device)
         for layer, part in zip(layers, self._written, strict=True):
             layer.routed = part
+        self._taken: list[StepRouting] = []  # whose experts may not have arrived
 
     def take(self, tokens: int) -> StepRouting:
         """Copy the experts of the step's tokens; on a GPU, start the copy to the host."""
@@ -36,7 +37,14 @@ class RoutingRecorder:
         if not written.is_cuda:
             return StepRouting(written.numpy().copy())
         sent, copied = send(written.contiguous())
-        return StepRouting(np.empty_like(sent.numpy()), sent, copied)
+        self._taken = [taken for taken in self._taken if taken.sent is not None]
+        self._taken.append(StepRouting(np.empty_like(sent.numpy()), sent, copied))
+        return self._taken[-1]
+
+    def arrive(self) -> None:
+        """Fill the experts of all steps, after a failure of one: their samples have them."""
+        for taken in self._taken:
+            taken.arrive()
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ This holds for requests that are chunked, preempted, paused or served from the p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,26 @@ def test_recorded_experts_survive_pause(make: Make) -> None:
     prompts = random_prompts((9, 30, 4))
     check(model, prompts, engine.generate(prompts, PARAMS, on_progress=pause))
     assert engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_recorded_experts_survive_failed_steps(
+    make: Make, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """On a GPU, the experts of such a step are still under way when it fails."""
+    engine, model = make()
+    engine.steps.depth = depth
+    usual, calls = engine.runner.sample, itertools.count()
+
+    def sample(*given: Any) -> Any:
+        if next(calls) in (1, 5, 9):
+            raise RuntimeError("out of memory")
+        return usual(*given)
+
+    monkeypatch.setattr(engine.runner, "sample", sample)
+    prompts = random_prompts((9, 30, 4))
+    check(model, prompts, engine.generate(prompts, PARAMS))
+    assert next(calls) > 10
 
 
 def test_recorded_experts_exclude_cached_tokens(make: Make) -> None:
