@@ -258,8 +258,8 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers in checkpoints by full name, such as DeepSeek-V3's router biases."""
     buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 buffers[f"{path}.{name}" if path else name] = buffer
     return buffers
 

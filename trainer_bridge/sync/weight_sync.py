@@ -36,7 +36,7 @@ from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement, group_agreement
-from trainer_bridge.sync.module_tensors import ModuleTensors
+from trainer_bridge.sync.module_tensors import named_tensors
 from trainer_bridge.sync.plan import SyncPlan, make_plan
 from trainer_bridge.sync.relay import Relay, Routes, Wire, obstacles
 from trainer_bridge.sync.shards import SourceShard
@@ -448,7 +448,7 @@ def module_sync(
             neither a parameter nor a buffer and would not follow later updates.
         SyncError: Another rank failed; the text names it.
     """
-    shards = Shards(ModuleTensors(params) if isinstance(params, nn.Module) else lambda: params)
+    shards = Shards(lambda: named_tensors(params) if isinstance(params, nn.Module) else params)
     sync = WeightSync(
         shards.described(),
         shards.tensors,
