@@ -54,8 +54,8 @@ DATED = (  # files that read dates
 )
 FOREIGN_MODULES = {"os", "torch", "aten", "_python_dispatch"}  # their private names may be used
 FOREIGN_NAMES = {  # of named tuples, torch, transformers, TRL and verl
-    "_asdict", "_replace", "_local_tensor", "_buffers", "_modules", "_parameters", "_apply_gate",
-    "_llm_weights_sleeping", "_ROLLOUT_REGISTRY",
+    "_asdict", "_replace", "_local_tensor", "_buffers", "_modules", "_parameters",
+    "_non_persistent_buffers_set", "_apply_gate", "_llm_weights_sleeping", "_ROLLOUT_REGISTRY",
 }  # fmt: skip
 # This file alone reads attributes of FSDP2.
 FSDP_INTERNALS = "trainer_bridge/fsdp_internals.py"
