@@ -96,7 +96,7 @@ class DecodeGraphs:
         staged[:, count:] = 0
         staged[:, :count] = positions, rows
         self._inputs[: len(host)].copy_(host, non_blocking=True)
-        self._copied[buffer].record()
+        self._copied[buffer].record(torch.cuda.current_stream(self._inputs.device))
         self._graphs[size].replay()
         self.replays += 1
         return self._logits[:count]
