@@ -170,9 +170,8 @@ class TokenSteps:
             family = chunk.sample, *self._scheduler.fork_siblings(chunk.sample)
             members += [(row, sample) for sample in family]
         plain = [(row, sample) for row, sample in members if sample.beams is None]
-        sent = None
-        if plain:
-            sent = self._runner.sample(logits, *map(list, zip(*plain, strict=True)))
+        samples = [sample for _, sample in plain]
+        sent = self._runner.sample(logits, [row for row, _ in plain], samples) if plain else None
         return Launched(
             members=[(row, sample, sample.handle) for row, sample in plain],
             sent=sent,

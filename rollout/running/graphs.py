@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps, captured once for a ladder of batch sizes.
 
 All memory that a graph allocates lies on tag `cuda_graph`. A replay reads the weights, the KV
-cache, buffers outside of every tag (inputs, rotary tables, the request table, buffers of
-collectives), and memory of the tag that the same replay has written. Therefore only the tag's
+cache, buffers outside of every tag (inputs, last tokens, rotary tables, the request table, buffers
+of collectives), and memory of the tag that the same replay has written. Therefore only the tag's
 addresses must survive a pause, not its content.
 """
 

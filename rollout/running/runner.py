@@ -126,8 +126,8 @@ class ModelRunner:
     def _tell_last(self, samples: Sequence[Sample]) -> None:
         """Send last tokens that the device has not chosen: of beams, and after a swap."""
         if samples:
-            last = [(_row(sample), sample.output[-1]) for sample in samples]
-            rows, tokens = to_device(np.array(last).T.copy(), self.device)
+            last = [[_row(sample) for sample in samples], [sample.output[-1] for sample in samples]]
+            rows, tokens = to_device(np.array(last, dtype=np.int64), self.device)
             self.last_tokens[rows] = tokens
 
     def decode(self, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
