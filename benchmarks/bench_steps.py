@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Scale, make_scale, parser, random_model, report
+from benchmarks.common import make_scale, parser, random_model, report
 from rollout import Engine, SamplingParams
 from rollout.ops.token_sampling import Sent
 
-PROMPT, WARMUP = 200, 8  # tokens; steps
+WARMUP = 8  # steps
 
 
 class Clock:
@@ -64,30 +64,27 @@ class Clock:
         self.waited = 0.0
 
     def idle_ms(self) -> float:
-        """Return the median time between the end of a step and the begin of the next."""
+        """Return the mean time between the end of a step and the begin of the next."""
         pairs = zip(self.ended, self.begun[1:], strict=False)
-        return statistics.median([end.elapsed_time(begin) for end, begin in pairs] or [0.0])
+        return statistics.fmean([end.elapsed_time(begin) for end, begin in pairs] or [0.0])
 
     def busy_ms(self) -> float:
-        """Return the median time of a step's work on the device."""
+        """Return the mean time of a step's work on the device."""
         pairs = zip(self.begun, self.ended, strict=True)
-        return statistics.median([begin.elapsed_time(end) for begin, end in pairs] or [0.0])
+        return statistics.fmean([begin.elapsed_time(end) for begin, end in pairs] or [0.0])
 
 
-def measure(scale: Scale, folder: Path, samples: int, depth: int, steps: int) -> dict[str, float]:
+def measure(engine: Engine, clock: Clock, samples: int, depth: int, steps: int) -> dict[str, float]:
     """Return the milliseconds of a decode step of `samples` samples."""
-    prompt, length = scale.choose(PROMPT, 4), 512
-    engine = Engine.from_pretrained(
-        folder, device=scale.device, dtype=torch.bfloat16, max_running=samples,
-        kv_tokens=samples * length, max_context_len=length, prefix_cache=False,
-    )  # fmt: skip
-    engine.steps.depth, clock = depth, Clock(engine)
-    params = SamplingParams(max_tokens=length - prompt, temperature=1.0, ignore_eos=True)
+    engine.steps.depth = depth
     torch.manual_seed(0)
-    for tokens in torch.randint(engine.model.vocab_size, (samples, prompt)).tolist():
+    prompts = torch.randint(engine.model.vocab_size, (samples, engine.max_context_len // 4))
+    params = SamplingParams(max_tokens=3 * prompts.shape[1], temperature=1.0, ignore_eos=True)
+    for tokens in prompts.tolist():
         engine.submit(tokens, params, stream=False)
-    while sum(sample.prefilled for sample in engine.scheduler.running) < samples:
-        engine.step()
+    scheduler = engine.scheduler
+    while scheduler.waiting or not all(sample.prefilled for sample in scheduler.running):
+        assert not engine.step(), "a sample ended before the first measured step"
     for _ in range(WARMUP):
         engine.step()
     clock.start()
@@ -96,25 +93,35 @@ def measure(scale: Scale, folder: Path, samples: int, depth: int, steps: int) ->
         engine.step()
     took = 1e3 * (time.perf_counter() - start) / steps
     engine.drain()
-    clock.restore()
+    for request in engine.unfinished:
+        engine.abort(request)
+    engine.step()
     waited = 1e3 * clock.waited / steps
     figures = {"step": took, "host waits": waited, "host works": took - waited}
-    if scale.on_gpu:
+    if clock.begun:
         figures |= {"device idle": clock.idle_ms(), "device works": clock.busy_ms()}
-    engine.saver.close()
     return figures
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parser(__doc__).parse_args(arguments)
     scale = make_scale(args)
+    sizes, length = ((2, 4), 24) if scale.tiny else ((1, 64, 256, 1024), 900)
     steps, results = scale.choose(100, 3), dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         random_model(scale, Path(folder), "qwen2.5-0.5b", torch.bfloat16)
-        for samples in (2, 4) if scale.tiny else (1, 64, 256, 1024):
-            for depth in (0, 1):
-                name = f"{samples} samples, depth {depth}"
-                results[name] = measure(scale, Path(folder), samples, depth, steps)
+        engine = Engine.from_pretrained(
+            folder, device=scale.device, dtype=torch.bfloat16, max_running=sizes[-1],
+            graph_batch_sizes=sizes, kv_tokens=sizes[-1] * (length + 40), max_context_len=length,
+            prefix_cache=False,
+        )  # fmt: skip
+    clock = Clock(engine)
+    for samples in sizes:
+        for depth in (0, 1):
+            name = f"{samples} samples, depth {depth}"
+            results[name] = measure(engine, clock, samples, depth, steps)
+    clock.restore()
+    engine.saver.close()
     heads = ["step", "host waits", "host works", "device idle", "device works"]
     rows = [[name, *(times.get(head, 0.0) for head in heads)] for name, times in results.items()]
     report("bench_steps", ["ms a step", *heads], rows, {"ms": results}, args.out)

@@ -130,7 +130,8 @@ class Engine(EngineBase, SteppedEngine):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self.prompts = PromptSource()
-        self.steps = TokenSteps(self.scheduler, self.runner, self.store)
+        ahead = int(saver.device.type == "cuda")  # a CPU computes a step while it is launched
+        self.steps = TokenSteps(self.scheduler, self.runner, self.store, ahead)
         self.decisions = StepDecisions(self._ranks)
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._memory = CacheMemory(self.cache, self.scheduler, saver, self.steps.drain)

@@ -123,10 +123,11 @@ class SteppedEngine(SaverSide):
     def step(self) -> list[Output]:
         """Compute the next token of every running sample, or a part of the prompts.
 
-        A signal that Python handles, such as Ctrl-C, takes effect at the end of the step.
+        On a GPU, the tokens are read in the next call, after its launches. A signal that Python
+        handles, such as Ctrl-C, takes effect at the end of the step. Call this on one CUDA stream.
 
         Returns:
-            What is new, in no particular order; empty without a request.
+            What is new, in no particular order; may be empty.
 
         Raises:
             StateError: Names why the engine cannot generate; the requests wait. Or a callback of a

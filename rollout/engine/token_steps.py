@@ -32,8 +32,8 @@ class Launched(NamedTuple):
     members: list[tuple[int, Sample, ReqHandle | None]]
     sent: Sent | None  # their tokens and log-probabilities; None without members
     version: int  # of the weights
-    logits: Tensor
     branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
+    logits: Tensor | None  # of a step with branches
     decoded: int  # number of decoding samples, whose rows are the first
     routing: StepRouting | None
 
@@ -57,7 +57,7 @@ class TokenSteps:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, store: WeightStore, depth: int = 0
+        self, scheduler: Scheduler, runner: ModelRunner, store: WeightStore, depth: int
     ) -> None:
         self._scheduler, self._runner, self._store = scheduler, runner, store
         self.depth = depth
@@ -170,14 +170,15 @@ class TokenSteps:
             family = chunk.sample, *self._scheduler.fork_siblings(chunk.sample)
             members += [(row, sample) for sample in family]
         plain = [(row, sample) for row, sample in members if sample.beams is None]
+        branches = [(row, sample) for row, sample in members if sample.beams is not None]
         samples = [sample for _, sample in plain]
         sent = self._runner.sample(logits, [row for row, _ in plain], samples) if plain else None
         return Launched(
             members=[(row, sample, sample.handle) for row, sample in plain],
             sent=sent,
             version=self._store.last_version,
-            logits=logits,
-            branches=[(row, sample) for row, sample in members if sample.beams is not None],
+            branches=branches,
+            logits=logits if branches else None,
             decoded=len(step.decode),
             routing=routing,
         )
@@ -186,7 +187,7 @@ class TokenSteps:
         """Wait for the tokens of a launched step, and add them to its samples."""
         if launched.routing is not None:
             launched.routing.arrive()
-        if launched.branches:
+        if launched.logits is not None:
             self._branch(launched.logits, launched.branches, launched.version)
         if launched.sent is not None:
             drawn = zip(launched.members, *launched.sent.lists(), strict=True)
