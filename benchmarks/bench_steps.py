@@ -30,7 +30,7 @@ class Clock:
         self.begun: list[Any] = []  # events before each step's first kernel
         self.ended: list[Any] = []  # after its last
         self.waited = 0.0  # seconds that the host has waited for results
-        runner, lists = engine.runner, Sent.lists
+        runner, arrays = engine.runner, Sent.arrays
         forward, sample = runner.forward, runner.sample
 
         def timed_forward(step: Any) -> Any:
@@ -42,16 +42,16 @@ class Clock:
             self._note(self.ended)
             return sent
 
-        def timed_lists(sent: Sent) -> Any:
+        def timed_arrays(sent: Sent) -> Any:
             start = time.perf_counter()
             if sent.copied is not None:
                 sent.copied.synchronize()
             self.waited += time.perf_counter() - start
-            return lists(sent)
+            return arrays(sent)
 
         runner.forward, runner.sample = timed_forward, timed_sample  # type: ignore[method-assign]
-        Sent.lists = timed_lists  # type: ignore[method-assign]
-        self.restore = lambda: setattr(Sent, "lists", lists)
+        Sent.arrays = timed_arrays  # type: ignore[method-assign]
+        self.restore = lambda: setattr(Sent, "arrays", arrays)
 
     def _note(self, events: list[Any]) -> None:
         if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Block tables: sequences as lists of pages, with sharing, forks and copy-on-write."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,18 +191,14 @@ class BlockManager:
         self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
-    def slide(self, handles: Iterable[ReqHandle]) -> None:
+    def slide(self, rows: Int64Array) -> None:
         """Free pages that have left the window of each sequence; do nothing without a window.
 
         Args:
-            handles: Sequences whose tokens have all been computed.
-
-        Raises:
-            ValueError: A handle is stale.
+            rows: Rows of live sequences whose tokens have all been computed, int64 `[n]`.
         """
         window = self._shares.window
         if window is not None:
-            rows = self.req_to_token.rows(list(handles))
             behind = pages_behind(self._lens[rows], window, self.page_size)
             self._shares.leave(rows, behind, self._pages)
 
@@ -227,20 +223,17 @@ class BlockManager:
         assert inside, f"{handle} holds [{first}, {self._lens[row]}), asked for [{start}, {stop})"
         return self._slots(row, np.arange(start, stop))
 
-    def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
-        """Return the number of pages that `extend` with the same arguments would allocate.
+    def pages_needed(self, rows: Int64Array, new_lens: Int64Array) -> int:
+        """Return the number of pages that `grow` with the same arguments would allocate.
 
         Args:
-            handles: Sequences to grow.
-            new_lens: New length of each sequence in tokens.
+            rows: Rows of live sequences to grow, int64 `[n]`.
+            new_lens: New length of each sequence in tokens, int64 `[n]`.
 
         Returns:
             The number of pages, including copies of shared pages.
-
-        Raises:
-            ValueError: A handle is stale.
         """
-        growth = self._plan(handles, new_lens)
+        growth = self._plan(rows, new_lens)
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Tensor | None:
@@ -259,7 +252,22 @@ class BlockManager:
         Raises:
             ValueError: A handle is stale.
         """
-        growth = self._plan(handles, new_lens)
+        rows = self.req_to_token.rows(handles)
+        in_order = np.sort(rows)
+        assert (in_order[1:] != in_order[:-1]).all(), "a handle is in the batch twice"
+        return self.grow(rows, as_int64(new_lens))
+
+    def grow(self, rows: Int64Array, new_lens: Int64Array) -> Tensor | None:
+        """Grow sequences as `extend` does, for a caller that keeps the rows of live handles.
+
+        Args:
+            rows: Distinct rows of live sequences, int64 `[n]`.
+            new_lens: New length of each sequence in tokens, int64 `[n]`.
+
+        Returns:
+            As `extend`.
+        """
+        growth = self._plan(rows, new_lens)
         counts = self.allocator.pages_between(growth.start, growth.new)
         pages = self.allocator.alloc_pages(int(counts.sum()))
         if pages is None:
@@ -358,12 +366,9 @@ class BlockManager:
         pages, offsets = np.divmod(positions, self.page_size)
         return self._pages[rows, pages] * self.page_size + offsets
 
-    def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
-        rows = self.req_to_token.rows(handles)
-        new = as_int64(new_lens)
-        in_order, old = np.sort(rows), self._lens[rows]
-        assert len(rows) == len(new), "pass one length per handle"
-        assert (in_order[1:] != in_order[:-1]).all(), "a handle is in the batch twice"
+    def _plan(self, rows: Int64Array, new: Int64Array) -> _Growth:
+        assert len(rows) == len(new), "pass one length per sequence"
+        old = self._lens[rows]
         grows = (old <= new) & (new <= self.req_to_token.max_context_len)
         assert grows.all(), f"lengths can't go from {old[~grows]} to {new[~grows]}"
         start, copied = self._fresh_start(rows, old, new)

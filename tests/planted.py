@@ -273,10 +273,10 @@ BUGS = [
     ),
     Bug(
         "a sample's random numbers depend on its row in the batch",
-        "rollout/running/runner.py",
+        "rollout/scheduling/sample_rows.py",
         "rollout/test_engine.py",
-        "(member.seed, member.index, place) for member, place in places",
-        "(member.seed, row, place) for row, (member, place) in enumerate(places)",
+        "np.stack([self._seed[rows], self._index[rows], place], axis=1)",
+        "np.stack([self._seed[rows], rows, place], axis=1)",
     ),
     Bug(
         "ranks beyond the KV heads hold copies in turn, not side by side",
@@ -408,8 +408,8 @@ BUGS = [
         "a sample that starts over gets the token of a step that was launched before",
         "rollout/engine/token_steps.py",
         "rollout/test_overlap.py",
-        "                if sample.handle is handle:\n",
-        "                if sample.handle is not None:\n",
+        "known = self._rows.generation[launched.rows] == launched.generations\n",
+        "known = self._rows.generation[launched.rows] >= 0\n",
     ),
     Bug(
         "results of later steps are kept where earlier ones were lost",
@@ -420,10 +420,10 @@ BUGS = [
     ),
     Bug(
         "a swapped sample continues from the last token of its row's earlier owner",
-        "rollout/scheduling/scheduler.py",
+        "rollout/scheduling/sample_rows.py",
         "rollout/test_overlap.py",
-        "            sample.handle, sample.on_device = None, False\n",
-        "            sample.handle = None\n",
+        "        self.on_device[row], self.searching[row] = False, ",
+        "        self.searching[row] = ",
     ),
     Bug(
         "the prefix cache keeps the last token, whose keys and values are not computed",

@@ -120,7 +120,14 @@ class Engine(EngineBase, SteppedEngine):
         self.prefixes = self.cache.prefix_blocks(config)
         self.scheduler = Scheduler(self.prefixes, config)
         mine, how = rank_model(model, *split), config.attention
-        self.runner = ModelRunner(mine, self.store, self.cache, attention=how, ranks=self._ranks)
+        self.runner = ModelRunner(
+            mine,
+            self.store,
+            self.cache,
+            rows=self.scheduler.rows,
+            attention=how,
+            ranks=self._ranks,
+        )
         if config.return_routed_experts:
             self.runner.record_routing(config.max_running + config.max_prefill_tokens)
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:

@@ -4,11 +4,13 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from kvcache import ReqHandle
+from kvcache.allocators import Int64Array
 from rollout.ops.token_sampling import Sent
 from rollout.running.runner import ModelRunner
 from rollout.running.step_routing import StepRouting
@@ -24,17 +26,18 @@ _log = logging.getLogger("rollout")
 class Launched(NamedTuple):
     """A step whose results may still be under way from the device.
 
-    A sample that has another handle when the results arrive has ended or was preempted since. Its
-    results are dropped: it needs none, or the same token is chosen again.
+    A row that has another generation when the results arrive belongs to no sample any more, or to
+    another one: its sample has ended or was preempted since. The result is dropped: the sample
+    needs none, or the same token is chosen again.
     """
 
-    # (row of the logits, sample, its handle then) of each sample that receives a token.
-    members: list[tuple[int, Sample, ReqHandle | None]]
-    sent: Sent | None  # their tokens and log-probabilities; None without members
+    rows: Int64Array  # of the samples that receive a token; those that decode are the first
+    generations: Int64Array  # of these rows then
+    sent: Sent | None  # their tokens and log-probabilities; None without rows
     version: int  # of the weights
     branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
     logits: Tensor | None  # of a step with branches
-    decoded: int  # number of decoding samples, whose rows are the first
+    decoded: Int64Array  # places of the leading rows in the packed tokens
     routing: StepRouting | None
 
 
@@ -60,6 +63,7 @@ class TokenSteps:
         self, scheduler: Scheduler, runner: ModelRunner, store: WeightStore, depth: int
     ) -> None:
         self._scheduler, self._runner, self._store = scheduler, runner, store
+        self._rows = scheduler.rows
         self.depth = depth
         self.under_way = deque[Launched]()
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
@@ -163,25 +167,38 @@ class TokenSteps:
             routing = self._runner.recorder.take(step.tokens)
             step.record(routing.experts)
         self._scheduler.computed(step)
-        members = list(enumerate(step.decode))
-        last = (chunk for chunk in step.chunks if chunk.last)
-        for row, chunk in enumerate(last, start=len(members)):
-            prompts.computed(chunk.sample)
-            family = chunk.sample, *self._scheduler.fork_siblings(chunk.sample)
-            members += [(row, sample) for sample in family]
-        plain = [(row, sample) for row, sample in members if sample.beams is None]
-        branches = [(row, sample) for row, sample in members if sample.beams is not None]
-        samples = [sample for _, sample in plain]
-        sent = self._runner.sample(logits, [row for row, _ in plain], samples) if plain else None
+        at, rows = np.arange(len(step.rows)), step.rows
+        if step.chunks:
+            begun = self._begin_answers(step, prompts)
+            at = np.concatenate([at, np.array([place for place, _ in begun], dtype=np.int64)])
+            rows = np.concatenate([rows, np.array([row for _, row in begun], dtype=np.int64)])
+        if (searching := self._rows.searching[rows]).any():
+            places = zip(at[searching].tolist(), rows[searching].tolist(), strict=True)
+            branches = [(place, self._rows.samples[row]) for place, row in places]
+            at, rows = at[~searching], rows[~searching]
+        else:
+            branches = []
         return Launched(
-            members=[(row, sample, sample.handle) for row, sample in plain],
-            sent=sent,
+            rows=rows,
+            generations=self._rows.generation[rows],
+            sent=self._runner.sample(logits, at, rows) if len(rows) else None,
             version=self._store.last_version,
             branches=branches,
             logits=logits if branches else None,
-            decoded=len(step.decode),
+            decoded=at[at < len(step.rows)],
             routing=routing,
         )
+
+    def _begin_answers(self, step: Step, prompts: PromptSource) -> list[tuple[int, int]]:
+        """Fork the samples whose prompts are computed now; return (row of the logits, row)."""
+        begun = []
+        last = (chunk.sample for chunk in step.chunks if chunk.last)
+        for place, sample in enumerate(last, start=len(step.rows)):
+            prompts.computed(sample)
+            for member in (sample, *self._scheduler.fork_siblings(sample)):
+                assert member.handle is not None
+                begun.append((place, member.handle.row))
+        return begun
 
     def _collect(self, launched: Launched) -> None:
         """Wait for the tokens of a launched step, and add them to its samples."""
@@ -190,20 +207,26 @@ class TokenSteps:
         if launched.logits is not None:
             self._branch(launched.logits, launched.branches, launched.version)
         if launched.sent is not None:
-            drawn = zip(launched.members, *launched.sent.lists(), strict=True)
-            for (row, sample, handle), token, logprob in drawn:
-                if sample.handle is handle:
-                    if launched.routing is not None and row < launched.decoded:
-                        sample.routing.add(sample.seen - 1, launched.routing.experts[row : row + 1])
-                    sample.ahead -= 1
-                    self._scheduler.append(sample, token, logprob, launched.version)
+            tokens, logprobs = launched.sent.arrays()
+            known = self._rows.generation[launched.rows] == launched.generations
+            if launched.routing is not None:
+                pairs = zip(launched.rows, launched.decoded, strict=False)
+                for row, place in compress(pairs, known):
+                    sample = self._rows.samples[row]
+                    assert sample is not None
+                    experts = launched.routing.experts[place : place + 1]
+                    sample.routing.add(int(self._rows.seen[row]) - 1, experts)
+            self._scheduler.receive(
+                launched.rows[known], tokens[known], logprobs[known], launched.version
+            )
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]], version: int) -> None:
         """Advance every beam search by one token. All branches of a search are in the same step."""
         searches = (branch.beams for _, branch in members)
         groups = list(dict.fromkeys(search for search in searches if search is not None))
         count = max(group.search.num_candidates for group in groups)
-        ranked = self._runner.candidates(logits, [row for row, _ in members], count)
+        places = np.array([row for row, _ in members])
+        ranked = self._runner.candidates(logits, places, count)
         candidates = {branch: row for (_, branch), row in zip(members, ranked, strict=True)}
         for group in groups:
             likeliest = [candidates[branch] for branch in group.members]

@@ -9,10 +9,11 @@ selects a block by the cumulative mass, and a token within the block by the same
 summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -59,31 +60,27 @@ class SamplingBatch:
     def build(
         cls,
         *,
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        counters: Sequence[tuple[int, int, int]],
-        forced: Sequence[int],
+        temperature: npt.ArrayLike,
+        top_k: npt.ArrayLike,
+        top_p: npt.ArrayLike,
+        counters: npt.ArrayLike,
+        forced: npt.ArrayLike,
         device: torch.device,
     ) -> "SamplingBatch":
         """Copy per-row parameters to the device; a temperature of 0 means greedy."""
-        greedy = [value == 0 for value in temperature]
-        rules = enumerate(zip(top_k, top_p, greedy, forced, strict=True))
-        special = [
-            row for row, (k, p, first, token) in rules if token >= 0 or (not first and (k or p < 1))
-        ]
-        host = [
-            torch.tensor([value or 1.0 for value in temperature], dtype=torch.float32).unsqueeze(1),
-            torch.tensor(greedy, dtype=torch.bool),
-            torch.tensor(top_k, dtype=torch.int64),
-            torch.tensor(top_p, dtype=torch.float64),
-            torch.tensor(counters, dtype=torch.int64),
-            torch.tensor(special, dtype=torch.int64),
-            torch.tensor([forced[row] for row in special], dtype=torch.int64),
-        ]
-        scale, is_greedy, k, p, counts, rows, known = send_together(host, device)
-        any_random = not all(greedy)
-        return cls(scale, is_greedy, k, p, counts, any_random, rows if special else None, known)
+        scale = np.array(temperature, dtype=np.float32)
+        k, p = np.array(top_k, dtype=np.int64), np.array(top_p, dtype=np.float64)
+        greedy, known = scale == 0, np.array(forced, dtype=np.int64)
+        scale[greedy] = 1.0
+        special = np.flatnonzero((known >= 0) | (~greedy & ((k > 0) | (p < 1))))
+        counts = np.array(counters, dtype=np.int64)
+        host = (scale[:, None], greedy, k, p, counts, special, known[special])
+        sent = send_together([torch.from_numpy(part) for part in host], device)
+        heat, is_greedy, top, mass, places, rows, tokens = sent
+        any_random = not greedy.all()
+        return cls(
+            heat, is_greedy, top, mass, places, any_random, rows if len(special) else None, tokens
+        )
 
     def only_special(self, rows: Tensor) -> "SamplingBatch":
         """Return the batch of `rows`, int64 [F], which are all special."""
@@ -222,11 +219,11 @@ class Sent(NamedTuple):
     logprobs: Tensor
     copied: torch.cuda.Event | None = None  # the end of the copy; None: they have arrived
 
-    def lists(self) -> tuple[list[Any], list[Any]]:
-        """Wait for the copy; return both as nested lists."""
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Wait for the copy; return both as arrays."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.tokens.tolist(), self.logprobs.tolist()
+        return self.tokens.numpy(), self.logprobs.numpy()
 
 
 def to_host(tokens: Tensor, logprobs: Tensor) -> Sent:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcache.allocators import Int64Array
 from memsaver import MemorySaver
 from memsaver.memory import clear_workspaces
 from rollout.tag_names import CUDA_GRAPH
@@ -85,7 +86,7 @@ class DecodeGraphs:
         """Return the fixed addresses of the replays' inputs and results."""
         return {"inputs": self._inputs.data_ptr(), "logits": self._logits.data_ptr()}
 
-    def replay(self, positions: Sequence[int], rows: Sequence[int]) -> Tensor:
+    def replay(self, positions: Int64Array, rows: Int64Array) -> Tensor:
         """Return the logits [n, vocab] of n requests' next tokens, valid until the next replay."""
         count = len(rows)
         size = self.sizes[bisect_left(self.sizes, count)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.allocators import to_device
+from kvcache.allocators import Int64Array, to_device
 from memsaver import MemorySaver
 from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import Decoder, ModelConfig
@@ -24,7 +24,8 @@ from rollout.parallel import TensorParallel
 from rollout.running.graphs import DecodeGraphs
 from rollout.running.step_routing import RoutingRecorder
 from rollout.scheduling.kv_cache import Cache
-from rollout.scheduling.samples import Sample, Step
+from rollout.scheduling.sample_rows import SampleRows
+from rollout.scheduling.samples import Step
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
@@ -45,6 +46,7 @@ class ModelRunner:
         store: WeightStore,
         cache: Cache,
         *,
+        rows: SampleRows,
         attention: Impl,
         ranks: TensorParallel,
     ) -> None:
@@ -65,8 +67,8 @@ class ModelRunner:
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
         self._triton = use_triton(attention, self.device)
-        rows = self._table.size + 1
-        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._rows = rows
+        self.last_tokens = torch.zeros(self._table.size + 1, dtype=torch.int64, device=self.device)
         self.graphs: DecodeGraphs | None = None
         self.recorder: RoutingRecorder | None = None
 
@@ -97,19 +99,17 @@ class ModelRunner:
 
         The logits are valid until the next call.
         """
-        ids, positions, ends, shape = _pack(step)
-        self._tell_last([sample for sample in step.decode if not sample.on_device])
-        if self.graphs is not None and not step.chunks and len(ends) <= self.graphs.max_batch:
+        self._tell_last(step.rows[~self._rows.on_device[step.rows]])
+        if self.graphs is not None and not step.chunks and len(step.rows) <= self.graphs.max_batch:
             for load in step.loads:
                 load.wait()
-            return self.graphs.replay(positions, shape.rows)
+            return self.graphs.replay(step.lengths - 1, step.rows)
+        ids, positions, ends, shape = _pack(step)
         slots = [step.decode_slots] if step.decode else []
         slots += [chunk.slots for chunk in step.chunks]
         plan = plan_triton if self._triton else plan_torch
-        parts = (ids, positions, ends, shape.rows)
-        at = to_device(np.concatenate(parts).astype(np.int64), self.device).split(
-            [len(part) for part in parts]
-        )
+        parts = (ids, positions, ends, np.array(shape.rows))
+        at = to_device(np.concatenate(parts), self.device).split([len(part) for part in parts])
         batch = self._batch(
             functools.partial(plan, shape, self._table.req_to_token),
             positions=at[1],
@@ -123,12 +123,13 @@ class ModelRunner:
             part = linear(self.decoder(tokens, batch)[at[2]], self.decoder.lm_head)
             return self.ranks.join(part, self.config.vocab_size)
 
-    def _tell_last(self, samples: Sequence[Sample]) -> None:
+    def _tell_last(self, rows: Int64Array) -> None:
         """Send last tokens that the device has not chosen: of beams, and after a swap."""
-        if samples:
-            last = [[_row(sample) for sample in samples], [sample.output[-1] for sample in samples]]
-            rows, tokens = to_device(np.array(last, dtype=np.int64), self.device)
-            self.last_tokens[rows] = tokens
+        if len(rows):
+            samples = (self._rows.samples[row] for row in rows.tolist())
+            last = [sample.output[-1] for sample in samples if sample is not None]
+            places, tokens = to_device(np.stack([rows, np.array(last)]), self.device)
+            self.last_tokens[places] = tokens
 
     def decode(self, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """Compute one token of each request from device tensors only, as a graph records it."""
@@ -155,29 +156,17 @@ class ModelRunner:
         return replace(batch, sliding=sliding)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Sent:
-        """Start to draw the next token of each sample, or to take a forced one, and score it.
+    def sample(self, logits: Tensor, at: Int64Array, rows: Int64Array) -> Sent:
+        """Start to draw the next token of each of `rows`, or to take a forced one, and score it.
 
-        `logits` are the result of `forward`, and `rows` has each sample's row of them. Several
-        samples may use the same row. The next step continues from these tokens.
+        `logits` are the result of `forward`, and `at` has each row's place in them. Several rows
+        may use the same place. The next step continues from these tokens.
         """
-        places = [(member, member.generated) for member in samples]
-        batch = SamplingBatch.build(
-            temperature=[member.params.temperature for member in samples],
-            top_k=[member.params.top_k for member in samples],
-            top_p=[member.params.top_p for member in samples],
-            counters=[(member.seed, member.index, place) for member, place in places],
-            forced=[
-                member.params.forced[place] if place < len(member.params.forced) else -1
-                for member, place in places
-            ],
-            device=self.device,
-        )
-        chosen = self._chosen(logits, rows)
+        batch = SamplingBatch.build(**self._rows.sampling(rows), device=self.device)
+        chosen = self._chosen(logits, at)
         tokens, logprobs = sample(chosen, batch, choices=self.config.choices)
-        self.last_tokens[self._send_rows([_row(member) for member in samples])] = tokens
-        for member in samples:
-            member.ahead, member.on_device = member.ahead + 1, True
+        self.last_tokens[to_device(rows, self.device)] = tokens
+        self._rows.launched(rows)
         return to_host(tokens, logprobs)
 
     def wait(self) -> None:
@@ -189,36 +178,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def candidates(
-        self, logits: Tensor, rows: Sequence[int], count: int
+        self, logits: Tensor, at: Int64Array, count: int
     ) -> list[list[tuple[int, float]]]:
-        """Return the `count` likeliest (token, log-prob) pairs of each of `rows`, best first."""
-        best = likeliest(self._chosen(logits, rows), count, self.config.choices)
-        chosen = zip(*to_host(*best).lists(), strict=True)
+        """Return the `count` likeliest (token, log-prob) pairs at each place, best first."""
+        best = likeliest(self._chosen(logits, at), count, self.config.choices)
+        chosen = zip(*(part.tolist() for part in to_host(*best).arrays()), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in chosen]
 
-    def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        if list(rows) == list(range(len(logits))):
+    def _chosen(self, logits: Tensor, at: Int64Array) -> Tensor:
+        if np.array_equal(at, np.arange(len(logits))):
             return logits
-        return logits[self._send_rows(rows)]
-
-    def _send_rows(self, rows: Sequence[int]) -> Tensor:
-        return to_device(np.array(rows, dtype=np.int64), self.device)
+        return logits[to_device(at, self.device)]
 
 
-def _row(sample: Sample) -> int:
-    assert sample.handle is not None
-    return sample.handle.row
-
-
-def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
+def _pack(step: Step) -> tuple[Int64Array, Int64Array, Int64Array, BatchShape]:
     """Pack a step into one batch.
 
     Return the ids of the chunks' tokens, the positions of all tokens, the indices of the tokens
     whose logits are needed, and the shape of the batch.
     """
     ids: list[int] = []
-    kv_lens = [sample.length for sample in step.decode]
-    positions, ends = [length - 1 for length in kv_lens], list(range(len(kv_lens)))
+    kv_lens, decoding = step.lengths.tolist(), len(step.rows)
+    positions, ends = (step.lengths - 1).tolist(), list(range(decoding))
     for chunk in step.chunks:
         stop = chunk.start + chunk.length
         ids += chunk.sample.tokens(chunk.start, stop)
@@ -226,10 +207,12 @@ def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
         kv_lens.append(stop)
         if chunk.last:
             ends.append(len(positions) - 1)
+    handles = (chunk.sample.handle for chunk in step.chunks)
     shape = BatchShape(
-        rows=[_row(sample) for sample in step.samples],
-        q_lens=[1] * len(step.decode) + [chunk.length for chunk in step.chunks],
+        rows=[*step.rows.tolist(), *(handle.row for handle in handles if handle is not None)],
+        q_lens=[1] * decoding + [chunk.length for chunk in step.chunks],
         kv_lens=kv_lens,
-        num_decode=len(step.decode),
+        num_decode=decoding,
     )
-    return ids, positions, ends, shape
+    tokens, at, last = (np.array(part, dtype=np.int64) for part in (ids, positions, ends))
+    return tokens, at, last, shape

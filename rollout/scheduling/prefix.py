@@ -6,14 +6,14 @@ import contextlib
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
-from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.allocators import Int64Array, PagedTokenToKVPoolAllocator, as_int64
 from kvcache.pools import RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
 from kvcache.request_tables import HybridReqToTokenPool
@@ -98,12 +98,16 @@ class PrefixBlocks:
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
         """Extend sequences as `BlockManager.extend` does; evict cached pages if pages are short."""
-        slots = self.blocks.extend(handles, new_lens)
+        return self.grow(self.blocks.req_to_token.rows(handles), as_int64(new_lens))
+
+    def grow(self, rows: Int64Array, new_lens: Int64Array) -> Any | None:
+        """Extend the sequences of `rows`, int64 [n], as `extend` does."""
+        slots = self.blocks.grow(rows, new_lens)
         if slots is not None:
             return slots
-        missing = self.blocks.pages_needed(handles, new_lens) - self.blocks.available_pages
+        missing = self.blocks.pages_needed(rows, new_lens) - self.blocks.available_pages
         self.cache.evict(missing * self.cache.page_size)
-        return self.blocks.extend(handles, new_lens)
+        return self.blocks.grow(rows, new_lens)
 
     def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
         """Return where the next chunk of a prefill must end, because `keep` follows there.
@@ -112,8 +116,8 @@ class PrefixBlocks:
         """
         return length
 
-    def slide(self, handles: Iterable[ReqHandle]) -> None:
-        self.blocks.slide(handles)
+    def slide(self, rows: Int64Array) -> None:
+        self.blocks.slide(rows)
 
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
         """Cache the whole pages of a running sequence's leading `tokens`, before its first fork.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import ReqHandle
+from kvcache.allocators import Int64Array
 from kvcache.tiers import HostTransfer
 from rollout.requests import FinishReason, Output, SamplingParams
 from rollout.scheduling.beam import BeamSearch
@@ -49,11 +50,22 @@ class SampleRouting:
         return np.concatenate(self.parts) if self.parts else None
 
 
+class NewTokens(Protocol):
+    """Arrays by row of the request table that collect the new tokens of running samples."""
+
+    seen: Int64Array  # number of tokens that the host knows, of prompt and answer together
+    length: Int64Array  # the same with tokens that steps under way choose
+
+    def hand_over(self, sample: Sample) -> None:
+        """Move the new tokens of a sample to its lists."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Sample:
     """One answer that is being generated; the scheduler owns it.
 
-    A beam search replaces the output, logprobs and versions of its branches as a whole.
+    While it runs, its new tokens are collected in `rows`, and move to its lists when these are
+    read. A beam search replaces the lists of its branches as a whole.
     """
 
     request: int  # number of the request
@@ -64,16 +76,12 @@ class Sample:
     stop_ids: frozenset[int]  # token ids that end the sample
     # Samples that wait for this sample's prefill, and then fork from it.
     siblings: list[Sample] = field(default_factory=list)
-    output: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights that generated the output
-    ahead: int = 0  # number of tokens after the output that steps under way choose
     stream: bool = False  # whether tokens are told before the sample's end
     told: int = 0  # number of tokens that `news` has returned
     finish_reason: FinishReason | None = None  # None while the sample is unfinished
     error: Exception | None = None  # why the sample ended with "error"; None: a log-prob is NaN
     handle: ReqHandle | None = None  # the running sequence; None while the sample waits
-    on_device: bool = False  # whether the device has chosen the last token, and so has it
+    rows: NewTokens | None = None  # None while the sample waits
     computed: int = 0  # number of leading tokens whose keys and values are cached
     prefill_len: int = 0  # number of tokens to compute in chunks before decode starts
     beams: BeamGroup | None = None  # the search of which this sample is a branch
@@ -81,28 +89,66 @@ class Sample:
     swapped: Swapped | None = None  # keys and values on the host, while the sample waits for pages
     remote: bool = False  # whether another engine computes the prompt (`rollout.split`)
     routing: SampleRouting = field(default_factory=SampleRouting)
+    _output: list[int] = field(default_factory=list, init=False)
+    _logprobs: list[float] = field(default_factory=list, init=False)
+    _versions: list[int] = field(default_factory=list, init=False)
 
     @property
     def name(self) -> str:
         return f"{self.request}.{self.index}"
 
     @property
-    def generated(self) -> int:
-        """Return the number of generated tokens, including those of steps under way."""
-        return len(self.output) + self.ahead
+    def output(self) -> list[int]:
+        """Return the tokens of the answer that the host knows."""
+        self._complete()
+        return self._output
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Return the log-probabilities of `output`."""
+        self._complete()
+        return self._logprobs
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the versions of the weights that generated `output`."""
+        self._complete()
+        return self._versions
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + self.generated
+        """Return the number of tokens, of prompt and answer, including those of steps under way."""
+        if self.rows is None or self.handle is None:
+            return self.seen
+        return int(self.rows.length[self.handle.row])
 
     @property
     def seen(self) -> int:
         """Return the number of tokens that the host knows, of prompt and answer together."""
-        return len(self.prompt) + len(self.output)
+        if self.rows is None or self.handle is None:
+            return len(self.prompt) + len(self._output)
+        return int(self.rows.seen[self.handle.row])
 
     @property
     def prefilled(self) -> bool:
         return self.computed >= self.prefill_len
+
+    def add(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """Add tokens that weights of `version` have generated."""
+        self._output += tokens
+        self._logprobs += logprobs
+        self._versions += [version] * len(tokens)
+
+    def replace(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+        """Set the whole answer, which a beam search has chosen."""
+        self._output, self._logprobs, self._versions = tokens, logprobs, versions
+        if self.rows is not None and self.handle is not None:
+            row = self.handle.row
+            self.rows.seen[row] = self.rows.length[row] = len(self.prompt) + len(tokens)
+
+    def _complete(self) -> None:
+        if self.rows is not None:
+            self.rows.hand_over(self)
 
     def tokens(self, first: int, last: int) -> list[int]:
         """Return token ids [first, last) of prompt and answer together."""
@@ -153,9 +199,7 @@ class BeamGroup:
     def show(self) -> None:
         """Copy each branch's answer to the sample of its slot."""
         for member, branch in zip(self.members, self.search.branches, strict=True):
-            member.output = branch.tokens
-            member.logprobs = branch.logprobs
-            member.versions = branch.versions
+            member.replace(branch.tokens, branch.logprobs, branch.versions)
 
     def restart(self) -> Sample:
         """Start again from the prompt; return the sample for whose prefill the others wait."""
@@ -168,9 +212,7 @@ class BeamGroup:
     def end(self) -> None:
         """Copy the final answers to the samples, best first."""
         for member, result in zip(self.members, self.search.completions(), strict=True):
-            member.output = result.token_ids
-            member.logprobs = result.logprobs
-            member.versions = result.weight_versions
+            member.replace(result.token_ids, result.logprobs, result.weight_versions)
             member.finish_reason, member.score = result.finish_reason, result.score
 
 
@@ -192,12 +234,15 @@ class Chunk:
 class Step:
     """One forward: one token of every decoding sample, then the prefill chunks.
 
-    `decode_slots` are as `extend` returned them. `loads` are copies from lower tiers that may still
+    `rows` and `lengths`, [n], are those of the decoding samples, and `decode_slots` as `extend`
+    returned them. `loads` are copies from lower tiers that may still
     be under way, for which each layer waits. `arriving` are prompts just admitted that another
     engine computes; they are not part of the forward.
     """
 
     decode: list[Sample]
+    rows: Int64Array
+    lengths: Int64Array
     decode_slots: Any
     chunks: list[Chunk]
     loads: tuple[HostTransfer, ...] = ()

@@ -4,15 +4,21 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from heapq import nlargest
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache import Ledger, ReqHandle, pages_across
+from kvcache.allocators import Int64Array
 from rollout.config import EngineConfig
 from rollout.requests import FinishReason, SamplingParams
 from rollout.scheduling.beam import Candidates
 from rollout.scheduling.prefix import PrefixBlocks
+from rollout.scheduling.sample_rows import SampleRows
 from rollout.scheduling.samples import BeamGroup, Chunk, EngineStats, Sample, Step
 
 
@@ -37,6 +43,9 @@ class Scheduler:
         self.max_prefill_tokens = config.max_prefill_tokens
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
+        self.rows = SampleRows(blocks.blocks.req_to_token.size + 1)
+        # The running samples that decode, and their rows; None after a change.
+        self._decoding: tuple[list[Sample], Int64Array] | None = None
         # Samples that ended, and samples to be told that received tokens, since `take_news`.
         self.ended: list[Sample] = []
         self.told: list[Sample] = []
@@ -113,42 +122,64 @@ class Scheduler:
         called before a preemption, because samples that have ended have pages to free.
         """
         before = self.preemptions
-        decode, slots, chunks = self._grow(collect)
+        step = self._grow(collect)
+        chunks = step.chunks
         # Pages of a sample that was just preempted are not for a new sample.
         if self.preemptions == before:
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
-            if not decode and not chunks:
-                # Swapped samples that can decode again.
-                decode, slots, chunks = self._grow(collect)
+            if not step.decode and not chunks:
+                step = self._grow(collect)  # swapped samples that can decode again
+                chunks = step.chunks
         mine = [chunk for chunk in chunks if not chunk.sample.remote]
         arriving = [chunk for chunk in chunks if chunk.sample.remote]
-        loads = self.blocks.loads() if decode or mine else ()
-        return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
+        loads = self.blocks.loads() if step.decode or mine else ()
+        return replace(step, chunks=mine, arriving=arriving, loads=loads)
 
-    def _grow(self, collect: Callable[[], bool]) -> tuple[list[Sample], Any, list[Chunk]]:
+    def _grow(self, collect: Callable[[], bool]) -> Step:
         """Allocate pages for the decoding samples and for the next chunks of begun prefills.
 
         Preempt the youngest running samples while pages are short. Samples whose last token is
-        under way have nothing to decode. Return the decoding samples, their slots, and the chunks.
+        under way have nothing to decode.
         """
         while self.running:
-            prefilled = [sample for sample in self.running if sample.prefilled]
-            lengths = self._next_chunks() if len(prefilled) < len(self.running) else {}
-            decode = [sample for sample in prefilled if sample.generated < sample.params.max_tokens]
-            ends = [sample.length for sample in decode]
-            ends += [sample.computed + n for sample, n in lengths.items()]
-            slots = self.blocks.extend([_handle(sample) for sample in (*decode, *lengths)], ends)
+            decode, rows, lengths = self._next_decode()
+            chunks = self._next_chunks()
+            ends = [sample.computed + n for sample, n in chunks.items()]
+            slots = self.blocks.grow(
+                np.concatenate([rows, _rows(chunks)]),
+                np.concatenate([lengths, np.array(ends, dtype=np.int64)]),
+            )
             if slots is not None:
-                decode_slots, *chunk_slots = slots.split([len(decode), *lengths.values()])
-                return decode, decode_slots, _chunks(lengths, chunk_slots)
+                decode_slots, *chunk_slots = slots.split([len(decode), *chunks.values()])
+                return Step(
+                    decode=decode,
+                    rows=rows,
+                    lengths=lengths,
+                    decode_slots=decode_slots,
+                    chunks=_chunks(chunks, chunk_slots),
+                )
             if not collect():
                 assert len(self.running) > 1, "check_fits admits only samples that can run alone"
                 self._make_room(self.running[-1])
-        return [], None, []
+        none = np.empty(0, dtype=np.int64)
+        return Step(decode=[], rows=none, lengths=none, decode_slots=None, chunks=[])
+
+    def _next_decode(self) -> tuple[list[Sample], Int64Array, Int64Array]:
+        """Return the samples that decode, their rows, and their numbers of tokens."""
+        if self._decoding is None:
+            prefilled = [sample for sample in self.running if sample.prefilled]
+            self._decoding = prefilled, _rows(prefilled)
+        samples, rows = self._decoding
+        left = self.rows.length[rows] < self.rows.limit[rows]
+        if not left.all():
+            samples, rows = list(compress(samples, left)), rows[left]
+        return samples, rows, self.rows.length[rows]
 
     def _next_chunks(self) -> dict[Sample, int]:
         """Return the number of next tokens for each begun prefill."""
         lengths: dict[Sample, int] = {}
+        if self._decoding is not None and len(self._decoding[0]) == len(self.running):
+            return lengths  # all prefills are complete
         budget = self.max_prefill_tokens
         for sample in self.running:
             if not sample.prefilled and not sample.remote and budget > 0:
@@ -165,6 +196,8 @@ class Scheduler:
         that page is kept free.
         """
         lengths: dict[Sample, int] = {}
+        if not self.waiting:
+            return []
         ledgers = self.blocks.ledgers
         taken = [0] * len(ledgers)
         rows = sum(1 + len(sample.siblings) for sample in self.running)
@@ -202,6 +235,7 @@ class Scheduler:
         assert admitted is not None, "the request table has max_running rows"
         sample.handle, sample.computed = admitted
         sample.prefill_len = sample.length
+        self._begin(sample)
         if swapped is not None and sample.computed >= swapped.tokens:
             self.stats.swapped_back += 1
             if sample.output and not sample.siblings and sample.computed == sample.length - 1:
@@ -213,7 +247,7 @@ class Scheduler:
     def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
         """Allocate the pages of the admitted samples' first chunks."""
         ends = [sample.computed + n for sample, n in lengths.items()]
-        slots = self.blocks.extend([_handle(sample) for sample in lengths], ends)
+        slots = self.blocks.grow(_rows(lengths), np.array(ends, dtype=np.int64))
         assert slots is not None, "_admit or check_fits has counted the pages"
         return _chunks(lengths, slots.split(list(lengths.values())))
 
@@ -224,13 +258,15 @@ class Scheduler:
             sample.computed += chunk.length
             if sample.computed == end:
                 self.blocks.keep(_handle(sample), sample.tokens(0, end))
+            self._decoding = None
         self.stats.computed_tokens += step.tokens
-        computed = [*step.decode, *(chunk.sample for chunk in step.chunks)]
-        self.blocks.slide(map(_handle, computed))
+        prefilled = _rows(chunk.sample for chunk in step.chunks)
+        self.blocks.slide(np.concatenate([step.rows, prefilled]))
 
     def arrived(self, sample: Sample) -> None:
         """Record that the keys and values of a remote prompt are in the cache."""
         sample.computed, sample.remote = sample.prefill_len, False
+        self._decoding = None
         self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
@@ -249,6 +285,7 @@ class Scheduler:
         assert child.handle is not None, "rows were kept free at admission"
         child.computed = child.prefill_len = parent.prefill_len
         child.remote = False
+        self._begin(child)
         child.routing = parent.routing.copy()
         self.running.insert(self.running.index(parent) + 1, child)
 
@@ -268,12 +305,28 @@ class Scheduler:
         group.show()
 
     def append(self, sample: Sample, token: int, logprob: float, version: int) -> None:
-        """Record a generated token; if it is the last, end the sample and free its pages."""
-        sample.output.append(token)
-        sample.logprobs.append(logprob)
-        sample.versions.append(version)
-        if sample.stream:
-            self.told.append(sample)
+        """Record a token of a running sample that no step of this engine has chosen."""
+        rows = _rows([sample])
+        self.rows.length[rows] += 1
+        self.receive(rows, np.array([token]), np.array([logprob]), version)
+
+    def receive(
+        self, rows: Int64Array, tokens: Int64Array, logprobs: NDArray[Any], version: int
+    ) -> None:
+        """Record a generated token of each of `rows`; end samples whose last it is.
+
+        If ending a sample raises, the others are ended nevertheless.
+        """
+        ends = self.rows.receive(rows, tokens, logprobs, version)
+        self.told += self.rows.streamed(rows)
+        with contextlib.ExitStack() as stack:
+            for end in reversed(ends):  # the last callback is called first
+                sample = self.rows.samples[rows[end]]
+                assert sample is not None
+                stack.callback(self._note_end, sample, int(tokens[end]), float(logprobs[end]))
+
+    def _note_end(self, sample: Sample, token: int, logprob: float) -> None:
+        """End a sample if its newest token is the last."""
         if not math.isfinite(logprob):
             self._break([sample])
         elif token in sample.stop_ids:
@@ -365,9 +418,18 @@ class Scheduler:
         try:
             self.blocks.release(_handle(sample), sample.kept_tokens())
         finally:
-            sample.handle, sample.on_device = None, False
-            sample.computed = sample.prefill_len = sample.ahead = 0
+            self.rows.end(sample)
+            sample.handle = self._decoding = None
+            sample.computed = sample.prefill_len = 0
             self.running.remove(sample)
+
+    def _begin(self, sample: Sample) -> None:
+        self.rows.begin(sample)
+        self._decoding = None
+
+
+def _rows(samples: Iterable[Sample]) -> Int64Array:
+    return np.array([_handle(sample).row for sample in samples], dtype=np.int64)
 
 
 def _handle(sample: Sample) -> ReqHandle:

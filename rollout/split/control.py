@@ -7,6 +7,7 @@ A `Transport` moves the bulk bytes.
 
 import hashlib
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -178,6 +179,10 @@ def curve_keys(key: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(secret), secret
 
 
+def _destroy(socket: zmq.Socket[bytes]) -> None:
+    socket.context.destroy()
+
+
 class RankPeers:
     """The ranks of the peer engine, indexed by rank. Owns the socket.
 
@@ -213,6 +218,8 @@ class RankPeers:
         self.loss = len(dial) if listen is None else listen[1]
         self._listens = listen is not None
         self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
+        # A context that becomes garbage together with its socket waits forever for the socket.
+        self._end = weakref.finalize(self, _destroy, self._socket)
         self._probed = 0.0
         try:
             self._set_options(key)
@@ -352,4 +359,4 @@ class RankPeers:
 
     def close(self) -> None:
         """Close the socket once queued messages have left, or after one second."""
-        self._socket.context.destroy()
+        self._end()

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,7 +103,7 @@ class Forest:
             self.real.manager.extend([handle], [1])
 
     def slide(self, handles: list[ReqHandle]) -> None:
-        self.real.manager.slide(handles)
+        self.real.manager.slide(self.real.manager.req_to_token.rows(handles))
         for handle in handles if self.window else ():
             sequence = self.model[handle]
             first = self.first_seen(len(sequence.tokens)) // self.ps
@@ -143,7 +144,8 @@ class Forest:
             taken, copied = taken + more, copied + moved
             del rest[:gain]
 
-        assert self.real.manager.pages_needed(handles, lens) == taken
+        rows = self.real.manager.req_to_token.rows(handles)
+        assert self.real.manager.pages_needed(rows, np.array(lens, dtype=np.int64)) == taken
         loc = self.real.manager.extend(handles, lens)
         self.seen["refused" if loc is None else f"{min(2, len(copied))} copies"] += 1
         if taken > free:

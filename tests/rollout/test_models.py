@@ -9,9 +9,11 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kvcache.allocators import Int64Array
 from rollout import Completion, Engine, Output, SamplingParams
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
@@ -228,15 +230,14 @@ class Unrecorded:
         self.runner = runner
         self.replays = 0
 
-    def replay(self, *lists: list[int]) -> torch.Tensor:
+    def replay(self, positions: Int64Array, rows: Int64Array) -> torch.Tensor:
         device = self.runner.device
-        inputs = torch.tensor(
-            [row + [0] * (self.max_batch - len(row)) for row in lists], device=device
-        )
+        padding = ((0, 0), (0, self.max_batch - len(rows)))
+        inputs = torch.tensor(np.pad(np.stack([positions, rows]), padding), device=device)
         logits = torch.zeros((self.max_batch, self.runner.config.vocab_size), device=device)
         self.runner.decode(*inputs, logits)
         self.replays += 1
-        return logits[: len(lists[0])]
+        return logits[: len(rows)]
 
 
 @pytest.mark.parametrize(

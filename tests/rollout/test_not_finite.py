@@ -74,10 +74,11 @@ def test_broken_request_ends_alone_between_others(
     (alone,) = engine.generate([PROMPTS[1]], KINDS[1])
     usual = engine.runner.sample
 
-    def sample(logits: torch.Tensor, rows: Any, samples: Any) -> Any:
-        sent = usual(logits, rows, samples)
+    def sample(logits: torch.Tensor, at: Any, rows: Any) -> Any:
+        sent = usual(logits, at, rows)
         sent = sent._replace(logprobs=sent.logprobs.clone())
-        for row, sample in enumerate(samples):
+        for row, sample in enumerate(map(engine.scheduler.rows.samples.__getitem__, rows)):
+            assert sample is not None
             if sample.prompt == PROMPTS[0] and sample.index == 1:
                 sent.logprobs[row] = math.nan
         return sent

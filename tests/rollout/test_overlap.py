@@ -7,6 +7,7 @@ token that is used twice, or before it is there, changes an answer.
 from __future__ import annotations
 
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -204,6 +205,33 @@ def test_call_that_refuses_running_requests_first_reads_their_ends() -> None:
     engine.sleep()
     (output,) = engine.step()
     assert (output.finish_reason, len(output.token_ids)) == ("length", 1)
+
+
+def test_number_of_python_calls_of_a_decode_step_does_not_depend_on_its_samples() -> None:
+    def calls(count: int) -> int:
+        engine = Engine.from_pretrained(checkpoint(), kv_tokens=8192, max_running=64)
+        engine.steps.depth = 1
+        for seed in range(count):
+            params = SamplingParams(max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True)
+            engine.submit([seed, 3, 5], params, stream=False)
+        for _ in range(8):
+            engine.step()
+        logits, counted = torch.zeros(count, engine.model.vocab_size), 0
+        engine.runner.forward = lambda _: logits  # type: ignore[method-assign]
+
+        def note(_: object, event: str, __: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            for _ in range(16):  # of a page
+                engine.step()
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    assert calls(64) == calls(8)
 
 
 @pytest.mark.gpu

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import runpy
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +179,13 @@ def test_error_of_a_missing_pyzmq_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ModuleNotFoundError, match=r"; run: pip install 'memsaver\[split\]'$"):
         runpy.run_path(control.__file__)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed socket:ResourceWarning")
+def test_peers_that_were_not_closed_are_collected_as_garbage() -> None:
+    peers = RankPeers("decode", HELLO, KEY, 2.0, 2.0)
+    peers.hellos.append(peers)  # type: ignore[arg-type]
+    released = weakref.ref(peers)
+    del peers
+    gc.collect()
+    assert released() is None

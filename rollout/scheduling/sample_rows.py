@@ -1,0 +1,140 @@
+"""What every step reads and changes of running samples: arrays by row of the request table.
+
+A step of many samples thus takes a few array operations, and no Python for each sample.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.allocators import Int64Array
+from rollout.scheduling.samples import Sample
+
+
+class SampleRows:
+    """Rows of running samples; the scheduler owns it.
+
+    A sample has a row from `begin` to `end`. Its new tokens are collected here, and move to the
+    sample when they are read, when the weights get another version, or at its end.
+
+    Attributes:
+        samples: The sample of each row; None for a free row.
+        generation: That of the sample's handle; -1 for a free row.
+        start: Number of tokens of the prompt.
+        seen: Number of tokens that the host knows, of prompt and answer together.
+        length: The same with tokens that steps under way choose.
+        limit: Number of tokens with which the answer ends at the latest.
+        on_device: Whether the device has chosen the last token, and so has it.
+        searching: Whether the sample is a branch of a beam search, which chooses its tokens.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.samples: list[Sample | None] = [None] * count
+        self.generation = np.full(count, -1)
+        self.start, self.seen, self.length, self.limit = np.zeros((4, count), np.int64)
+        self.on_device, self.searching = np.zeros((2, count), np.bool_)
+        self._streamed = np.zeros(count, np.bool_)
+        # Parameters of sampling.
+        self._temperature, self._top_p = np.ones((2, count))
+        self._top_k, self._seed, self._index, self._forced = np.zeros((4, count), np.int64)
+        # Tokens that their samples do not have yet, and the version of the weights.
+        self._tokens = np.zeros((count, 1), np.int32)
+        self._logprobs = np.zeros((count, 1), np.float32)
+        self._new, self._version = np.zeros((2, count), np.int64)
+        # How many samples each token ends, up to the largest such token. The last entry is 0.
+        self._ending = np.zeros(1, np.int64)
+
+    def begin(self, sample: Sample) -> None:
+        """Start a sample, which has got a handle."""
+        assert sample.handle is not None
+        row, params = sample.handle.row, sample.params
+        self.samples[row], self.generation[row] = sample, sample.handle.generation
+        self.start[row] = len(sample.prompt)
+        self.seen[row] = self.length[row] = sample.length
+        self.limit[row] = len(sample.prompt) + params.max_tokens
+        self.on_device[row], self.searching[row] = False, sample.beams is not None
+        self._streamed[row] = sample.stream
+        self._temperature[row], self._top_k[row] = params.temperature, params.top_k
+        self._top_p[row], self._seed[row] = params.top_p, sample.seed
+        self._index[row], self._forced[row] = sample.index, len(params.forced)
+        self._count_ends(sample, 1)
+        sample.rows = self
+
+    def end(self, sample: Sample) -> None:
+        """End a sample, which gets its new tokens, and free its row."""
+        assert sample.handle is not None
+        self.hand_over(sample)
+        row = sample.handle.row
+        self.samples[row], self.generation[row] = None, -1
+        self._count_ends(sample, -1)
+        sample.rows = None
+
+    def hand_over(self, sample: Sample) -> None:
+        """Move the new tokens of a sample to its lists."""
+        assert sample.handle is not None
+        row = sample.handle.row
+        if count := int(self._new[row]):
+            self._new[row] = 0
+            sample.add(
+                self._tokens[row, :count].tolist(),
+                self._logprobs[row, :count].tolist(),
+                int(self._version[row]),
+            )
+
+    def launched(self, rows: Int64Array) -> None:
+        """Count the tokens that a step chooses for `rows` on the device."""
+        self.length[rows] += 1
+        self.on_device[rows] = True
+
+    def receive(
+        self, rows: Int64Array, tokens: Int64Array, logprobs: NDArray[Any], version: int
+    ) -> list[int]:
+        """Add a token to each of `rows`, chosen by weights of `version`.
+
+        Returns:
+            The numbers of the entries of `rows` whose samples end now, or may end.
+        """
+        other = (self._version[rows] != version) & (self._new[rows] > 0)
+        for row in rows[other].tolist():
+            self.hand_over(self._sample(row))
+        at = self._new[rows]
+        if len(rows) and at.max() >= self._tokens.shape[1]:
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)], axis=1)
+            self._logprobs = np.concatenate([self._logprobs, np.empty_like(self._logprobs)], axis=1)
+        self._tokens[rows, at], self._logprobs[rows, at] = tokens, logprobs
+        self._new[rows], self._version[rows] = at + 1, version
+        self.seen[rows] += 1
+        ends = self._ending[np.minimum(tokens, len(self._ending) - 1)] > 0
+        ends |= (self.seen[rows] == self.limit[rows]) | ~np.isfinite(logprobs)
+        return np.flatnonzero(ends).tolist()
+
+    def streamed(self, rows: Int64Array) -> list[Sample]:
+        """Return the samples of `rows` whose tokens are told before their ends."""
+        return [self._sample(row) for row in rows[self._streamed[rows]].tolist()]
+
+    def sampling(self, rows: Int64Array) -> dict[str, NDArray[Any]]:
+        """Return the arguments of `SamplingBatch.build` for the next tokens of `rows`."""
+        place = self.length[rows] - self.start[rows]
+        forced = np.full(len(rows), -1)
+        for i in np.flatnonzero(place < self._forced[rows]).tolist():
+            forced[i] = self._sample(int(rows[i])).params.forced[place[i]]
+        return {
+            "temperature": self._temperature[rows],
+            "top_k": self._top_k[rows],
+            "top_p": self._top_p[rows],
+            "counters": np.stack([self._seed[rows], self._index[rows], place], axis=1),
+            "forced": forced,
+        }
+
+    def _sample(self, row: int) -> Sample:
+        sample = self.samples[row]
+        assert sample is not None, "the row is free"
+        return sample
+
+    def _count_ends(self, sample: Sample, change: int) -> None:
+        tokens = [token for token in sample.stop_ids if token >= 0]
+        more = max(tokens, default=0) + 2 - len(self._ending)
+        if more > 0:
+            self._ending = np.pad(self._ending, (0, more))
+        self._ending[tokens] += change
