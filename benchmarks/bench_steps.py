@@ -1,9 +1,10 @@
 """Decode steps at the Qwen2.5-0.5B shape: what the host needs, and for how long the device waits.
 
 `make bench-rollout`. For each number of samples, with steps one after the other (depth 0) and
-launched before the last results are read (depth 1): milliseconds of a step, of a step's wait of the
-host for the device, and of the device's idleness between the end of a step's work and the begin of
-the next one's, which events on the engine's stream measure. The floor is the device's own work.
+launched before the last results are read (depth 1): milliseconds of a step, of the slowest one, of
+the host's wait for the device, and of the device's idleness between the end of a step's work and
+the begin of the next one's, which events on the engine's stream measure. The floor is the device's
+own work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +90,19 @@ def measure(engine: Engine, clock: Clock, samples: int, depth: int, steps: int) 
     for _ in range(WARMUP):
         engine.step()
     clock.start()
-    start = time.perf_counter()
+    times = [time.perf_counter()]
     for _ in range(steps):
         engine.step()
-    took = 1e3 * (time.perf_counter() - start) / steps
+        times.append(time.perf_counter())
+    took = 1e3 * (times[-1] - times[0]) / steps
+    slowest = 1e3 * max(then - first for first, then in pairwise(times))
     engine.drain()
     for request in engine.unfinished:
         engine.abort(request)
     engine.step()
     waited = 1e3 * clock.waited / steps
-    figures = {"step": took, "host waits": waited, "host works": took - waited}
+    figures = {"step": took, "slowest": slowest}
+    figures |= {"host waits": waited, "host works": took - waited}
     if clock.begun:
         figures |= {"device idle": clock.idle_ms(), "device works": clock.busy_ms()}
     return figures
@@ -122,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
             results[name] = measure(engine, clock, samples, depth, steps)
     clock.restore()
     engine.saver.close()
-    heads = ["step", "host waits", "host works", "device idle", "device works"]
+    heads = ["step", "slowest", "host waits", "host works", "device idle", "device works"]
     rows = [[name, *(times.get(head, 0.0) for head in heads)] for name, times in results.items()]
     report("bench_steps", ["ms a step", *heads], rows, {"ms": results}, args.out)
 

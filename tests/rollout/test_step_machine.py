@@ -56,7 +56,7 @@ class StepMachine(RuleBasedStateMachine):
         self.failing, self.failures = "launch", 0  # what is still to fail, and how often
         self.engine.steps.depth = depth
         runner, scheduler = self.engine.runner, self.engine.scheduler
-        forward, append = runner.forward, scheduler.append
+        forward, receive = runner.forward, scheduler.receive
 
         def launch(step: Step) -> Any:
             self._may_fail("launch")
@@ -66,10 +66,10 @@ class StepMachine(RuleBasedStateMachine):
 
         def collect(*result: Any) -> None:
             self._may_fail("collect")
-            append(*result)
+            receive(*result)
 
         runner.forward = launch  # type: ignore[method-assign]
-        scheduler.append = collect  # type: ignore[method-assign]
+        scheduler.receive = collect  # type: ignore[method-assign]
 
     def _may_fail(self, what: str) -> None:
         if self.failures and self.failing == what:
