@@ -129,7 +129,7 @@ def test_answers_do_not_depend_on_when_results_are_read(
     common: dict[str, Any] = {"device": device, "page_size": 4, **options}
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     plain, ahead = (Engine.from_pretrained(path, dtype=dtype, **common) for _ in range(2))
-    overlapped(plain, 0)
+    plain.steps.depth = 0
     overlapped(ahead, depth)
     rng, earlier = random.Random(f"{kind} {depth}"), list[list[int]]()
     # On the CPU, the bits of these depend on the batch.
