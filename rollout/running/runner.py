@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,15 @@ from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 """(window, mapping) -> where attention finds the tokens, see `plan_torch`."""
+
+
+class _Batch(NamedTuple):
+    """What the device needs to sample the next tokens of `rows`, rows of the request table."""
+
+    rows: Int64Array
+    places: Tensor  # `rows` on the device
+    sampling: SamplingBatch
+    forced: bool  # whether a token is forced
 
 
 class ModelRunner:
@@ -69,6 +78,7 @@ class ModelRunner:
         self._triton = use_triton(attention, self.device)
         self._rows = rows
         self.last_tokens = torch.zeros(self._table.size + 1, dtype=torch.int64, device=self.device)
+        self._last_batch: _Batch | None = None
         self.graphs: DecodeGraphs | None = None
         self.recorder: RoutingRecorder | None = None
 
@@ -162,12 +172,30 @@ class ModelRunner:
         `logits` are the result of `forward`, and `at` has each row's place in them. Several rows
         may use the same place. The next step continues from these tokens.
         """
-        batch = SamplingBatch.build(**self._rows.sampling(rows), device=self.device)
+        batch = self._next_batch(rows)
         chosen = self._chosen(logits, at)
-        tokens, logprobs = sample(chosen, batch, choices=self.config.choices)
-        self.last_tokens[to_device(rows, self.device)] = tokens
+        tokens, logprobs = sample(chosen, batch.sampling, choices=self.config.choices)
+        self.last_tokens[batch.places] = tokens
         self._rows.launched(rows)
         return to_host(tokens, logprobs)
+
+    def _next_batch(self, rows: Int64Array) -> _Batch:
+        """Return what the device needs to sample `rows`; nothing is sent while they stay the same.
+
+        The scheduler makes a new array for each change of the samples that decode.
+        """
+        last = self._last_batch
+        if last is not None and last.rows is rows and not last.forced:
+            last.sampling.counters[:, 2] += 1  # the position
+            return last
+        parameters = self._rows.sampling(rows)
+        self._last_batch = _Batch(
+            rows=rows,
+            places=to_device(rows, self.device),
+            sampling=SamplingBatch.build(**parameters, device=self.device),
+            forced=bool((parameters["forced"] >= 0).any()),
+        )
+        return self._last_batch
 
     def wait(self) -> None:
         """Wait until all that was launched has been computed, and experts have arrived."""
