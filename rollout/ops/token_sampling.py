@@ -67,7 +67,10 @@ class SamplingBatch:
         forced: npt.ArrayLike,
         device: torch.device,
     ) -> "SamplingBatch":
-        """Copy per-row parameters to the device; a temperature of 0 means greedy."""
+        """Copy parameters of R rows to the device; a temperature of 0 means greedy.
+
+        `counters` are [R, 3], all others [R]. `forced` is -1 where no token is forced.
+        """
         scale = np.array(temperature, dtype=np.float32)
         k, p = np.array(top_k, dtype=np.int64), np.array(top_p, dtype=np.float64)
         greedy, known = scale == 0, np.array(forced, dtype=np.int64)

@@ -135,8 +135,9 @@ class OpenRequests:
         self._left.pop(id, None)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = frozenset(params.stop_token_ids or ())
-        return stop_ids if params.ignore_eos else stop_ids | self._model.stop_token_ids
+        own = () if params.ignore_eos else self._model.stop_token_ids
+        both = chain(params.stop_token_ids or (), own)
+        return frozenset(token for token in both if 0 <= token < self._model.vocab_size)
 
 
 def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:

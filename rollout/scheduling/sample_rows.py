@@ -1,6 +1,6 @@
-"""What every step reads and changes of running samples: arrays by row of the request table.
+"""The state of running samples that every step reads and changes, in arrays.
 
-A step of many samples thus takes a few array operations, and no Python for each sample.
+A step of many samples takes a few array operations, and no Python for each sample.
 """
 
 from typing import Any
@@ -13,20 +13,20 @@ from rollout.scheduling.samples import Sample
 
 
 class SampleRows:
-    """Rows of running samples; the scheduler owns it.
+    """Running samples by row of the request table; the scheduler owns it.
 
-    A sample has a row from `begin` to `end`. Its new tokens are collected here, and move to the
-    sample when they are read, when the weights get another version, or at its end.
+    A sample has a row from `begin` to `end`. Its new tokens are collected here. They move to the
+    sample's lists when these are read, when the weights get another version, or at its end.
 
     Attributes:
         samples: The sample of each row; None for a free row.
-        generation: That of the sample's handle; -1 for a free row.
+        generation: Generation of the sample's handle; -1 for a free row.
         start: Number of tokens of the prompt.
-        seen: Number of tokens that the host knows, of prompt and answer together.
-        length: The same with tokens that steps under way choose.
-        limit: Number of tokens with which the answer ends at the latest.
-        on_device: Whether the device has chosen the last token, and so has it.
-        searching: Whether the sample is a branch of a beam search, which chooses its tokens.
+        seen: Number of tokens of prompt and answer that the host knows.
+        length: Number of tokens of prompt and answer, including those that steps under way choose.
+        limit: Largest number of tokens of prompt and answer together.
+        on_device: Whether the device has chosen the last token, so that it need not be sent.
+        searching: Whether the sample is a branch of a beam search.
     """
 
     def __init__(self, count: int) -> None:
@@ -35,10 +35,10 @@ class SampleRows:
         self.start, self.seen, self.length, self.limit = np.zeros((4, count), np.int64)
         self.on_device, self.searching = np.zeros((2, count), np.bool_)
         self._streamed = np.zeros(count, np.bool_)
-        # Parameters of sampling.
+        # Parameters of sampling. `_forced` is the number of forced tokens.
         self._temperature, self._top_p = np.ones((2, count))
         self._top_k, self._seed, self._index, self._forced = np.zeros((4, count), np.int64)
-        # Tokens that their samples do not have yet, and the version of the weights.
+        # New tokens of each row, their number, and the version of the weights that chose them.
         self._tokens = np.zeros((count, 1), np.int32)
         self._logprobs = np.zeros((count, 1), np.float32)
         self._new, self._version = np.zeros((2, count), np.int64)
@@ -46,7 +46,7 @@ class SampleRows:
         self._ending = np.zeros(1, np.int64)
 
     def begin(self, sample: Sample) -> None:
-        """Start a sample, which has got a handle."""
+        """Start a sample in the row of its handle."""
         assert sample.handle is not None
         row, params = sample.handle.row, sample.params
         self.samples[row], self.generation[row] = sample, sample.handle.generation
@@ -76,7 +76,7 @@ class SampleRows:
         row = sample.handle.row
         if count := int(self._new[row]):
             self._new[row] = 0
-            sample.add(
+            sample.add_tokens(
                 self._tokens[row, :count].tolist(),
                 self._logprobs[row, :count].tolist(),
                 int(self._version[row]),
@@ -93,7 +93,7 @@ class SampleRows:
         """Add a token to each of `rows`, chosen by weights of `version`.
 
         Returns:
-            The numbers of the entries of `rows` whose samples end now, or may end.
+            The indices in `rows` of all samples that end now, and perhaps of others.
         """
         other = (self._version[rows] != version) & (self._new[rows] > 0)
         for row in rows[other].tolist():
@@ -133,8 +133,7 @@ class SampleRows:
         return sample
 
     def _count_ends(self, sample: Sample, change: int) -> None:
-        tokens = [token for token in sample.stop_ids if token >= 0]
-        more = max(tokens, default=0) + 2 - len(self._ending)
+        more = max(sample.stop_ids, default=0) + 2 - len(self._ending)
         if more > 0:
             self._ending = np.pad(self._ending, (0, more))
-        self._ending[tokens] += change
+        self._ending[list(sample.stop_ids)] += change

@@ -133,13 +133,13 @@ class Sample:
     def prefilled(self) -> bool:
         return self.computed >= self.prefill_len
 
-    def add(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+    def add_tokens(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Add tokens that weights of `version` have generated."""
         self._output += tokens
         self._logprobs += logprobs
         self._versions += [version] * len(tokens)
 
-    def replace(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+    def set_answer(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
         """Set the whole answer, which a beam search has chosen."""
         self._output, self._logprobs, self._versions = tokens, logprobs, versions
         if self.rows is not None and self.handle is not None:
@@ -199,7 +199,7 @@ class BeamGroup:
     def show(self) -> None:
         """Copy each branch's answer to the sample of its slot."""
         for member, branch in zip(self.members, self.search.branches, strict=True):
-            member.replace(branch.tokens, branch.logprobs, branch.versions)
+            member.set_answer(branch.tokens, branch.logprobs, branch.versions)
 
     def restart(self) -> Sample:
         """Start again from the prompt; return the sample for whose prefill the others wait."""
@@ -212,7 +212,7 @@ class BeamGroup:
     def end(self) -> None:
         """Copy the final answers to the samples, best first."""
         for member, result in zip(self.members, self.search.completions(), strict=True):
-            member.replace(result.token_ids, result.logprobs, result.weight_versions)
+            member.set_answer(result.token_ids, result.logprobs, result.weight_versions)
             member.finish_reason, member.score = result.finish_reason, result.score
 
 
@@ -234,10 +234,10 @@ class Chunk:
 class Step:
     """One forward: one token of every decoding sample, then the prefill chunks.
 
-    `rows` and `lengths`, [n], are those of the decoding samples, and `decode_slots` as `extend`
-    returned them. `loads` are copies from lower tiers that may still
-    be under way, for which each layer waits. `arriving` are prompts just admitted that another
-    engine computes; they are not part of the forward.
+    `rows` are the decoding samples' rows of the request table, and `lengths` their numbers of
+    tokens, both int64 [n]; `decode_slots` are as `grow` returned them. `loads` are copies from
+    lower tiers that may still be under way, for which each layer waits. `arriving` are prompts just
+    admitted that another engine computes; they are not part of the forward.
     """
 
     decode: list[Sample]

@@ -260,8 +260,8 @@ class Scheduler:
                 self.blocks.keep(_handle(sample), sample.tokens(0, end))
             self._decoding = None
         self.stats.computed_tokens += step.tokens
-        prefilled = _rows(chunk.sample for chunk in step.chunks)
-        self.blocks.slide(np.concatenate([step.rows, prefilled]))
+        begun = _rows(chunk.sample for chunk in step.chunks)
+        self.blocks.slide(np.concatenate([step.rows, begun]))
 
     def arrived(self, sample: Sample) -> None:
         """Record that the keys and values of a remote prompt are in the cache."""
@@ -419,7 +419,7 @@ class Scheduler:
             self.blocks.release(_handle(sample), sample.kept_tokens())
         finally:
             self.rows.end(sample)
-            sample.handle = self._decoding = None
+            self._decoding = sample.handle = None
             sample.computed = sample.prefill_len = 0
             self.running.remove(sample)
 

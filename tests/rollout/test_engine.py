@@ -116,5 +116,5 @@ def test_stop_id_outside_of_the_vocabulary_is_named(
     make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(kv_tokens=112)
-    engine.generate([[1, 2]], SamplingParams(max_tokens=2, stop_token_ids=(3, 199, -1)))
-    assert "outside [0, 199), which never end it: [199, -1]" in caplog.text
+    engine.generate([[1, 2]], SamplingParams(max_tokens=2, stop_token_ids=(3, 199, -1, 2**70)))
+    assert f"outside [0, 199), which never end it: [199, -1, {2**70}]" in caplog.text
