@@ -166,6 +166,9 @@ class EngineConfig:
         page_size: Tokens per page.
         max_running: Samples in one step.
         max_prefill_tokens: Prompt tokens computed in one step; longer prompts are split.
+        mixed_prefill_tokens: The same in a step in which samples also decode. A smaller number
+            keeps the time between their tokens short while prompts come, for less throughput. None:
+            `max_prefill_tokens`.
         max_context_len: Maximum tokens of prompt and answer together. None: the model's limit,
             at most `kv_tokens`.
         attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
@@ -212,6 +215,7 @@ class EngineConfig:
     page_size: int = 16
     max_running: int = 64
     max_prefill_tokens: int = 512
+    mixed_prefill_tokens: int | None = None
     max_context_len: int | None = None
     attention: Impl = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
@@ -233,8 +237,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         counts = ("page_size", "max_running", "max_prefill_tokens")
         check_counts(self, *counts, "tensor_parallel_size", "expert_parallel")
-        if self.kv_tokens is not None:
-            check_counts(self, "kv_tokens")
+        given = ("kv_tokens", "mixed_prefill_tokens")
+        check_counts(self, *(key for key in given if getattr(self, key) is not None))
         check_counts(self, "prefix_states", least=0)
         for key in ("kv_tokens", "window_tokens"):
             whole = round_up(getattr(self, key) or 0, self.page_size)

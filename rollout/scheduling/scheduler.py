@@ -41,6 +41,7 @@ class Scheduler:
         self.blocks = blocks
         self.page_size, self.max_running = config.page_size, config.max_running
         self.max_prefill_tokens = config.max_prefill_tokens
+        self._mixed_prefill_tokens = config.mixed_prefill_tokens or config.max_prefill_tokens
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.rows = SampleRows(blocks.blocks.req_to_token.size + 1)
@@ -126,7 +127,8 @@ class Scheduler:
         chunks = step.chunks
         # Pages of a sample that was just preempted are not for a new sample.
         if self.preemptions == before:
-            chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
+            begun = sum(chunk.length for chunk in chunks)
+            chunks += self._admit(self._budget(step.decode) - begun)
             if not step.decode and not chunks:
                 step = self._grow(collect)  # swapped samples that can decode again
                 chunks = step.chunks
@@ -143,7 +145,7 @@ class Scheduler:
         """
         while self.running:
             decode, rows, lengths = self._next_decode()
-            chunks = self._next_chunks()
+            chunks = self._next_chunks(self._budget(decode))
             ends = [sample.computed + n for sample, n in chunks.items()]
             slots = self.blocks.grow(
                 np.concatenate([rows, _rows(chunks)]),
@@ -175,12 +177,16 @@ class Scheduler:
             samples, rows = list(compress(samples, left)), rows[left]
         return samples, rows, self.rows.length[rows]
 
-    def _next_chunks(self) -> dict[Sample, int]:
-        """Return the number of next tokens for each begun prefill."""
+    def _budget(self, decode: Sequence[Sample]) -> int:
+        """Return the number of prompt tokens in a step that also decodes the samples `decode`."""
+        most = self.max_prefill_tokens
+        return min(most, self._mixed_prefill_tokens) if decode else most
+
+    def _next_chunks(self, budget: int) -> dict[Sample, int]:
+        """Return the number of next tokens for each begun prefill, together at most `budget`."""
         lengths: dict[Sample, int] = {}
         if self._decoding is not None and len(self._decoding[0]) == len(self.running):
             return lengths  # all prefills are complete
-        budget = self.max_prefill_tokens
         for sample in self.running:
             if not sample.prefilled and not sample.remote and budget > 0:
                 lengths[sample] = self._chunk(sample, budget)

@@ -114,7 +114,7 @@ def check_experts(expected: Completion, actual: Completion) -> None:
         (1, "qwen3", {}, CROWDED),
         (2, "qwen3", {}, CROWDED),
         (1, "qwen3", {}, {**CROWDED, "tiers": SWAP}),
-        (1, "qwen3", {}, {**ROOMY, "elastic": True}),
+        (1, "qwen3", {}, {**ROOMY, "elastic": True, "mixed_prefill_tokens": 8}),
         (1, "mistral", {"sliding_window": 24}, ROOMY),
         (2, "qwen3_moe", {}, {**CROWDED, "return_routed_experts": True}),
         (1, "deepseek_v3", MLA, {"kv_tokens": 4096, "max_running": 64}),

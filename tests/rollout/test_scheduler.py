@@ -17,17 +17,22 @@ PAGE = 4
 STOP = 0
 
 
-def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
+def make(pages: int, max_running: int = 8, chunk: int = 8, mixed: int | None = None) -> Scheduler:
     size = pages * PAGE
     pool = make_pool(size, PAGE, num_layers=1, device="cpu")
     table = ReqToTokenPool(max_running, size, "cpu")
     allocator = PagedTokenToKVPoolAllocator(size, PAGE, "cpu")
-    return schedule(BlockManager(table, allocator, pool), chunk)
+    return schedule(BlockManager(table, allocator, pool), chunk, mixed)
 
 
-def schedule(blocks: BlockManager, chunk: int) -> Scheduler:
-    sizes = {"max_running": blocks.req_to_token.size, "max_prefill_tokens": chunk}
-    return Scheduler(PrefixBlocks(blocks, None), EngineConfig(page_size=PAGE, **sizes))
+def schedule(blocks: BlockManager, chunk: int, mixed: int | None = None) -> Scheduler:
+    config = EngineConfig(
+        page_size=PAGE,
+        max_running=blocks.req_to_token.size,
+        max_prefill_tokens=chunk,
+        mixed_prefill_tokens=mixed,
+    )
+    return Scheduler(PrefixBlocks(blocks, None), config)
 
 
 def used(scheduler: Scheduler) -> int:
@@ -83,6 +88,17 @@ def test_long_prompts_are_computed_in_chunks_while_others_decode() -> None:
     assert chunks == [(0, 5), (5, 8), (13, 8), (21, 8), (29, 1)]
     assert all(s.decode == short for s in steps[1:5])
     assert all(sum(c.length for c in s.chunks) <= 8 for s in steps)
+
+
+def test_prompt_tokens_beside_decoding_samples_are_bounded() -> None:
+    scheduler = make(pages=60, mixed=3)
+    first, second, third = request(0, 20, 9), request(1, 30, 2), request(2, 7, 2)
+    for samples in (first, second, third):
+        scheduler.add(samples)
+    counts: dict[bool, list[int]] = {True: [], False: []}
+    for step in drain(scheduler):
+        counts[bool(step.decode)].append(sum(chunk.length for chunk in step.chunks))
+    assert max(counts[True]) == 3 and max(counts[False]) == 8
 
 
 def test_burst_of_requests_is_queued_and_served_in_order() -> None:
