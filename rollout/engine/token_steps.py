@@ -69,7 +69,7 @@ class TokenSteps:
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
 
     def run(self, prompts: PromptSource) -> None:
-        """Launch a forward of the samples that the scheduler chooses, and read an earlier one.
+        """Launch a forward of the samples that the scheduler chooses, and read earlier results.
 
         The next tokens of beam searches and of a split are chosen on the host, so such steps are
         read at once. If the step fails, the running samples start over, because pages were
@@ -174,7 +174,7 @@ class TokenSteps:
             rows = np.concatenate([rows, np.array([row for _, row in begun], dtype=np.int64)])
         if (searching := self._rows.searching[rows]).any():
             places = zip(at[searching].tolist(), rows[searching].tolist(), strict=True)
-            branches = [(place, self._rows.samples[row]) for place, row in places]
+            branches = [(place, self._rows.sample(row)) for place, row in places]
             at, rows = at[~searching], rows[~searching]
         else:
             branches = []
@@ -195,9 +195,8 @@ class TokenSteps:
         last = (chunk.sample for chunk in step.chunks if chunk.last)
         for place, sample in enumerate(last, start=len(step.rows)):
             prompts.computed(sample)
-            for member in (sample, *self._scheduler.fork_siblings(sample)):
-                assert member.handle is not None
-                begun.append((place, member.handle.row))
+            family = sample, *self._scheduler.fork_siblings(sample)
+            begun += [(place, member.row) for member in family]
         return begun
 
     def _collect(self, launched: Launched) -> None:
@@ -210,12 +209,10 @@ class TokenSteps:
             tokens, logprobs = launched.sent.arrays()
             known = self._rows.generation[launched.rows] == launched.generations
             if launched.routing is not None:
-                pairs = zip(launched.rows, launched.decoded, strict=False)
-                for row, place in compress(pairs, known):
-                    sample = self._rows.samples[row]
-                    assert sample is not None
-                    experts = launched.routing.experts[place : place + 1]
-                    sample.routing.add(int(self._rows.seen[row]) - 1, experts)
+                decoded = zip(launched.rows, launched.decoded, strict=False)
+                for row, place in compress(decoded, known):
+                    sample, experts = self._rows.sample(row), launched.routing.experts
+                    sample.routing.add(sample.seen - 1, experts[place : place + 1])
             self._scheduler.receive(
                 launched.rows[known], tokens[known], logprobs[known], launched.version
             )

@@ -136,8 +136,7 @@ class ModelRunner:
     def _tell_last(self, rows: Int64Array) -> None:
         """Send last tokens that the device has not chosen: of beams, and after a swap."""
         if len(rows):
-            samples = (self._rows.samples[row] for row in rows.tolist())
-            last = [sample.output[-1] for sample in samples if sample is not None]
+            last = [self._rows.sample(row).output[-1] for row in rows.tolist()]
             places, tokens = to_device(np.stack([rows, np.array(last)]), self.device)
             self.last_tokens[places] = tokens
 
@@ -235,9 +234,8 @@ def _pack(step: Step) -> tuple[Int64Array, Int64Array, Int64Array, BatchShape]:
         kv_lens.append(stop)
         if chunk.last:
             ends.append(len(positions) - 1)
-    handles = (chunk.sample.handle for chunk in step.chunks)
     shape = BatchShape(
-        rows=[*step.rows.tolist(), *(handle.row for handle in handles if handle is not None)],
+        rows=[*step.rows.tolist(), *(chunk.sample.row for chunk in step.chunks)],
         q_lens=[1] * decoding + [chunk.length for chunk in step.chunks],
         kv_lens=kv_lens,
         num_decode=decoding,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
-from kvcache.allocators import Int64Array, PagedTokenToKVPoolAllocator, as_int64
+from kvcache.allocators import Int64Array, PagedTokenToKVPoolAllocator
 from kvcache.pools import RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
 from kvcache.request_tables import HybridReqToTokenPool
@@ -96,12 +96,8 @@ class PrefixBlocks:
         self._begin(handle, match)
         return handle, match.length
 
-    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
-        """Extend sequences as `BlockManager.extend` does; evict cached pages if pages are short."""
-        return self.grow(self.blocks.req_to_token.rows(handles), as_int64(new_lens))
-
     def grow(self, rows: Int64Array, new_lens: Int64Array) -> Any | None:
-        """Extend the sequences of `rows`, int64 [n], as `extend` does."""
+        """Grow sequences as `BlockManager.grow` does; evict cached pages if pages are short."""
         slots = self.blocks.grow(rows, new_lens)
         if slots is not None:
             return slots

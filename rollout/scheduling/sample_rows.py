@@ -19,7 +19,6 @@ class SampleRows:
     sample's lists when these are read, when the weights get another version, or at its end.
 
     Attributes:
-        samples: The sample of each row; None for a free row.
         generation: Generation of the sample's handle; -1 for a free row.
         start: Number of tokens of the prompt.
         seen: Number of tokens of prompt and answer that the host knows.
@@ -30,7 +29,7 @@ class SampleRows:
     """
 
     def __init__(self, count: int) -> None:
-        self.samples: list[Sample | None] = [None] * count
+        self._samples: list[Sample | None] = [None] * count
         self.generation = np.full(count, -1)
         self.start, self.seen, self.length, self.limit = np.zeros((4, count), np.int64)
         self.on_device, self.searching = np.zeros((2, count), np.bool_)
@@ -48,8 +47,8 @@ class SampleRows:
     def begin(self, sample: Sample) -> None:
         """Start a sample in the row of its handle."""
         assert sample.handle is not None
-        row, params = sample.handle.row, sample.params
-        self.samples[row], self.generation[row] = sample, sample.handle.generation
+        row, params = sample.row, sample.params
+        self._samples[row], self.generation[row] = sample, sample.handle.generation
         self.start[row] = len(sample.prompt)
         self.seen[row] = self.length[row] = sample.length
         self.limit[row] = len(sample.prompt) + params.max_tokens
@@ -63,17 +62,14 @@ class SampleRows:
 
     def end(self, sample: Sample) -> None:
         """End a sample, which gets its new tokens, and free its row."""
-        assert sample.handle is not None
         self.hand_over(sample)
-        row = sample.handle.row
-        self.samples[row], self.generation[row] = None, -1
+        self._samples[sample.row], self.generation[sample.row] = None, -1
         self._count_ends(sample, -1)
         sample.rows = None
 
     def hand_over(self, sample: Sample) -> None:
         """Move the new tokens of a sample to its lists."""
-        assert sample.handle is not None
-        row = sample.handle.row
+        row = sample.row
         if count := int(self._new[row]):
             self._new[row] = 0
             sample.add_tokens(
@@ -81,6 +77,12 @@ class SampleRows:
                 self._logprobs[row, :count].tolist(),
                 int(self._version[row]),
             )
+
+    def sample(self, row: int) -> Sample:
+        """Return the sample of a row, which is not free."""
+        sample = self._samples[row]
+        assert sample is not None, "the row is free"
+        return sample
 
     def launched(self, rows: Int64Array) -> None:
         """Count the tokens that a step chooses for `rows` on the device."""
@@ -97,7 +99,7 @@ class SampleRows:
         """
         other = (self._version[rows] != version) & (self._new[rows] > 0)
         for row in rows[other].tolist():
-            self.hand_over(self._sample(row))
+            self.hand_over(self.sample(row))
         at = self._new[rows]
         if len(rows) and at.max() >= self._tokens.shape[1]:
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)], axis=1)
@@ -111,14 +113,14 @@ class SampleRows:
 
     def streamed(self, rows: Int64Array) -> list[Sample]:
         """Return the samples of `rows` whose tokens are told before their ends."""
-        return [self._sample(row) for row in rows[self._streamed[rows]].tolist()]
+        return [self.sample(row) for row in rows[self._streamed[rows]].tolist()]
 
     def sampling(self, rows: Int64Array) -> dict[str, NDArray[Any]]:
         """Return the arguments of `SamplingBatch.build` for the next tokens of `rows`."""
         place = self.length[rows] - self.start[rows]
         forced = np.full(len(rows), -1)
         for i in np.flatnonzero(place < self._forced[rows]).tolist():
-            forced[i] = self._sample(int(rows[i])).params.forced[place[i]]
+            forced[i] = self.sample(rows[i]).params.forced[place[i]]
         return {
             "temperature": self._temperature[rows],
             "top_k": self._top_k[rows],
@@ -126,11 +128,6 @@ class SampleRows:
             "counters": np.stack([self._seed[rows], self._index[rows], place], axis=1),
             "forced": forced,
         }
-
-    def _sample(self, row: int) -> Sample:
-        sample = self.samples[row]
-        assert sample is not None, "the row is free"
-        return sample
 
     def _count_ends(self, sample: Sample, change: int) -> None:
         more = max(sample.stop_ids, default=0) + 2 - len(self._ending)

@@ -98,6 +98,12 @@ class Sample:
         return f"{self.request}.{self.index}"
 
     @property
+    def row(self) -> int:
+        """Return its row of the request table, which it has while it runs."""
+        assert self.handle is not None
+        return self.handle.row
+
+    @property
     def output(self) -> list[int]:
         """Return the tokens of the answer that the host knows."""
         self._complete()
@@ -118,16 +124,14 @@ class Sample:
     @property
     def length(self) -> int:
         """Return the number of tokens, of prompt and answer, including those of steps under way."""
-        if self.rows is None or self.handle is None:
-            return self.seen
-        return int(self.rows.length[self.handle.row])
+        return self.seen if self.rows is None else int(self.rows.length[self.row])
 
     @property
     def seen(self) -> int:
         """Return the number of tokens that the host knows, of prompt and answer together."""
-        if self.rows is None or self.handle is None:
+        if self.rows is None:
             return len(self.prompt) + len(self._output)
-        return int(self.rows.seen[self.handle.row])
+        return int(self.rows.seen[self.row])
 
     @property
     def prefilled(self) -> bool:
@@ -142,9 +146,9 @@ class Sample:
     def set_answer(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
         """Set the whole answer, which a beam search has chosen."""
         self._output, self._logprobs, self._versions = tokens, logprobs, versions
-        if self.rows is not None and self.handle is not None:
-            row = self.handle.row
-            self.rows.seen[row] = self.rows.length[row] = len(self.prompt) + len(tokens)
+        if self.rows is not None:
+            seen, length = self.rows.seen, self.rows.length
+            seen[self.row] = length[self.row] = len(self.prompt) + len(tokens)
 
     def _complete(self) -> None:
         if self.rows is not None:

@@ -327,8 +327,7 @@ class Scheduler:
         self.told += self.rows.streamed(rows)
         with contextlib.ExitStack() as stack:
             for end in reversed(ends):  # the last callback is called first
-                sample = self.rows.samples[rows[end]]
-                assert sample is not None
+                sample = self.rows.sample(rows[end])
                 stack.callback(self._note_end, sample, int(tokens[end]), float(logprobs[end]))
 
     def _note_end(self, sample: Sample, token: int, logprob: float) -> None:
@@ -435,7 +434,7 @@ class Scheduler:
 
 
 def _rows(samples: Iterable[Sample]) -> Int64Array:
-    return np.array([_handle(sample).row for sample in samples], dtype=np.int64)
+    return np.array([sample.row for sample in samples], dtype=np.int64)
 
 
 def _handle(sample: Sample) -> ReqHandle:

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvcache import BlockManager, PrefixMatch, ReqHandle
@@ -119,7 +120,7 @@ class TieredBlocks(PrefixBlocks):
             text = "a swapped sample computes %d of %d tokens again: %s"
             _log.info(text, swapped.tokens - computed, swapped.tokens, why)
         elif computed == whole and swapped.page:
-            slots = self.extend([handle], [swapped.tokens])
+            slots = self.grow(np.array([handle.row]), np.array([swapped.tokens]))
             if slots is not None:
                 self._loads.append(self.tiers.load_private(swapped.page, slots))
                 computed = swapped.tokens

@@ -77,8 +77,7 @@ def test_broken_request_ends_alone_between_others(
     def sample(logits: torch.Tensor, at: Any, rows: Any) -> Any:
         sent = usual(logits, at, rows)
         sent = sent._replace(logprobs=sent.logprobs.clone())
-        for row, sample in enumerate(map(engine.scheduler.rows.samples.__getitem__, rows)):
-            assert sample is not None
+        for row, sample in enumerate(map(engine.scheduler.rows.sample, rows)):
             if sample.prompt == PROMPTS[0] and sample.index == 1:
                 sent.logprobs[row] = math.nan
         return sent

@@ -1,9 +1,12 @@
 """The scheduling policy and shared pages of a prefix cache, over real blocks without a model."""
 
+from typing import Any
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import BlockManager, RadixCache, ReqToTokenPool
+from kvcache import BlockManager, RadixCache, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from rollout.config import EngineConfig
 from rollout.requests import SamplingParams
@@ -146,6 +149,11 @@ def blocks_of(pages: int) -> PrefixBlocks:
     return PrefixBlocks(empty.blocks, RadixCache(empty.blocks.allocator))
 
 
+def grow(blocks: PrefixBlocks, handles: list[ReqHandle], length: int) -> Any:
+    rows = blocks.blocks.req_to_token.rows(handles)
+    return blocks.grow(rows, np.full(len(rows), length))
+
+
 def cached(pages: int, computed: int) -> Scheduler:
     """Build a scheduler whose prefix cache has the first tokens of every request, unlocked."""
     scheduler = make(pages, chunk=64)
@@ -246,7 +254,7 @@ def test_equal_prompts_in_one_step_keep_their_own_pages() -> None:
         admitted = prefixes.admit(tokens)
         assert admitted is not None and admitted[1] == 0
         handles.append(admitted[0])
-    assert prefixes.extend(handles, [12, 12]) is not None
+    assert grow(prefixes, handles, 12) is not None
     for handle in handles:
         prefixes.keep(handle, tokens)
         prefixes.check_integrity()
@@ -256,7 +264,7 @@ def test_equal_prompts_in_one_step_keep_their_own_pages() -> None:
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 5  # the cached pages are unlocked now
     # The sequence needs the whole pool, so the cached pages are evicted.
-    assert prefixes.extend(handles[1:], [32]) is not None
+    assert grow(prefixes, handles[1:], 32) is not None
     prefixes.release(handles[1], list(range(31)))
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 8
@@ -266,13 +274,13 @@ def test_pages_used_by_an_unlocked_fork_are_not_cached() -> None:
     prefixes, tokens = blocks_of(pages=8), list(range(12))
     first, second = prefixes.admit(tokens), prefixes.admit(tokens)
     assert first is not None and second is not None
-    assert prefixes.extend([first[0], second[0]], [12, 12]) is not None
+    assert grow(prefixes, [first[0], second[0]], 12) is not None
     prefixes.keep(first[0], tokens)
     prefixes.keep(second[0], tokens)  # without effect, because the first one was faster
     fork = prefixes.fork(second[0])
     assert fork is not None
     prefixes.release(first[0], tokens)
-    assert prefixes.extend([fork], [32]) is not None  # evicts the first sequence's pages
+    assert grow(prefixes, [fork], 32) is not None  # evicts the first sequence's pages
     prefixes.release(second[0], tokens)
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 0  # the fork uses all pages, none can be evicted
