@@ -176,9 +176,13 @@ class EngineConfig:
             or "fp4_e2m1". Another name is accepted only if it is the model's dtype.
         double_sparsity: Decode over the heaviest tokens only. It needs torch attention, which
             "auto" then selects.
-        cuda_graphs: Decode with CUDA graphs, on a GPU with Triton attention.
-        graph_batch_sizes: Batch sizes that are captured. Smaller batches are padded to the next
-            size, larger ones run without a graph. None: a ladder of sizes up to `max_running`.
+        cuda_graphs: Run steps as CUDA graphs, on a GPU with Triton attention.
+        graph_batch_sizes: Batch sizes of decode steps that are captured. Smaller batches are padded
+            to the next size, larger ones run without a graph. None: a ladder of sizes up to
+            `max_running`.
+        graph_tokens: Tokens of the largest captured step with prompts; 0: none is captured. Their
+            graphs take the memory of one layer's activations of so many tokens. Ranks that share a
+            model run such steps without a graph.
         prefix_cache: Reuse the pages of earlier prompts with the same beginning. Always off in
             models with sliding layers and with double sparsity.
         prefix_states: Number of prompts whose states the prefix cache keeps, in a model with linear
@@ -222,6 +226,7 @@ class EngineConfig:
     double_sparsity: DoubleSparsity | None = None
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
+    graph_tokens: int = 4096
     prefix_cache: bool = True
     prefix_states: int = 16
     elastic: bool = False
@@ -259,6 +264,7 @@ class EngineConfig:
             rule = "must be batch sizes of at least 1; use cuda_graphs=False for no graphs"
             least = min(self.graph_batch_sizes, default=0)
             check_option(self, "graph_batch_sizes", least > 0, rule)
+        check_counts(self, "graph_tokens", least=0)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -284,6 +290,13 @@ class EngineConfig:
         disk = self.tiers is not None and self.tiers.disk_directory is not None
         rule = "excludes tiers with disk_directory: ranks must decide alike, and disks may differ"
         check_option(self, "tensor_parallel_size", ranks == 1 or not disk, rule)
+
+    @property
+    def captured_tokens(self) -> int:
+        """Return the tokens of the largest captured step with prompts; 0: none is captured."""
+        if not self.cuda_graphs or self.tensor_parallel_size > 1:
+            return 0
+        return min(self.graph_tokens, self.max_running + self.max_prefill_tokens)
 
     @property
     def state_slots(self) -> int:

@@ -120,11 +120,11 @@ class RankBytes:
 
     @property
     def graphs(self) -> int:
-        """Return the bytes of CUDA graphs, without a workspace: logits, and segments of a step."""
-        running = self.config.max_running
-        logits = running * self.model.vocab_size * self.dtype.itemsize
-        segments = round_up(self._forward(running), _SEGMENT) + _SMALL
-        return logits + segments if self.config.cuda_graphs else 0
+        """Return the bytes of CUDA graphs, without a workspace: results, and segments of a step."""
+        running, tokens = self.config.max_running, self.config.captured_tokens
+        results = running * self.model.vocab_size + tokens * self.model.hidden_size
+        segments = round_up(self._forward(max(running, tokens)), _SEGMENT) + _SMALL
+        return results * self.dtype.itemsize + segments if self.config.cuda_graphs else 0
 
     def _forward(self, rows: int) -> int:
         """Return the bytes of a layer's temporaries, and of the splits of decoding requests."""

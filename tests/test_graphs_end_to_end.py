@@ -92,7 +92,7 @@ def test_graphs_match_a_fresh_engine_in_cycles_with_new_weights(
     with open_inprocess(config(path, device="cuda:0"), ENGINE, alias=alias) as (trainer, rollout):
         graphs = rollout.graphs
         assert graphs is not None
-        captured, addresses = graphs.captures, graphs.addresses()
+        captured, addresses = graphs.pool.captures, graphs.addresses()
         scribbler.fill(64 << 20)  # starts the process and its context before bytes are counted
         cycle = Cycle(trainer, rollout, alias=alias, on_stage=lambda *_: scribbler.fill(64 << 20))
         floors = set()
@@ -120,23 +120,26 @@ def test_graphs_match_a_fresh_engine_in_cycles_with_new_weights(
             trainer.saver.check_integrity()
             rollout.saver.check_integrity()
             rollout.check_integrity()
-        assert graphs.captures == captured == len(graphs.sizes) and graphs.addresses() == addresses
+        assert graphs.pool.captures == captured and graphs.addresses() == addresses
         assert graphs.replays > (10 if alias else 20) * count
         assert max(floors) - min(floors) <= 4 << 20, "memory grew over the cycles"
     record_property("cycles", count)
 
 
 def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
-    """Compare batches, from 1 to beyond the largest graph, with the engine without graphs.
+    """Compare batches, from 1 to beyond the largest graphs, with the engine without graphs.
 
-    Padded rows must change nothing.
+    Padded rows and tokens must change nothing.
     """
     path = write_model(tmp_path / "model", "llama", **SHAPE, num_key_value_heads=1)
     engines = [
         Engine.from_pretrained(
             path, "cuda:0", **{**ENGINE, "max_running": 40}, cuda_graphs=graphs, **sizes
         )
-        for graphs, sizes in ((True, {"graph_batch_sizes": (1, 2, 4, 8, 16)}), (False, {}))
+        for graphs, sizes in (
+            (True, {"graph_batch_sizes": (1, 2, 4, 8, 16), "graph_tokens": 100}),
+            (False, {}),
+        )
     ]
     assert engines[1].graphs is None and engines[0].graphs is not None
     rng = random.Random(0)
@@ -153,7 +156,8 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
         for engine in engines:
             engine.check_integrity()
             assert not engine.kv_pool.stored["k"][:, 1:16].isnan().any()
-    assert engines[0].graphs.replays > 0
+    prompts = engines[0].runner.prompt_graphs
+    assert engines[0].graphs.replays > 0 and prompts is not None and prompts.replays > 0
 
 
 def test_engine_refuses_to_generate_while_its_graphs_are_paused(tmp_path: Path) -> None:

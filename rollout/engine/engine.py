@@ -29,7 +29,7 @@ from rollout.model.model_folder import iter_checkpoint
 from rollout.parallel import TensorParallel
 from rollout.pool_size import ALONE, free_share, sized
 from rollout.requests import Output, SamplingParams
-from rollout.running.graphs import DecodeGraphs, ladder
+from rollout.running.graphs import DecodeGraphs, ladder, token_ladder
 from rollout.running.runner import ModelRunner
 from rollout.scheduling.kv_cache import Cache
 from rollout.scheduling.open_requests import OpenRequests
@@ -131,7 +131,8 @@ class Engine(EngineBase, SteppedEngine):
         if config.return_routed_experts:
             self.runner.record_routing(config.max_running + config.max_prefill_tokens)
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
-            self.runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
+            sizes = config.graph_batch_sizes or ladder(config.max_running)
+            self.runner.capture(sizes, token_ladder(config.captured_tokens), saver)
         self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
         self.requests = OpenRequests(
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed

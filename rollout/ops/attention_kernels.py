@@ -208,6 +208,7 @@ def decode_split(  # type: ignore[no-untyped-def]
     Programs: (request, KV head and block of its GROUP query heads, split of the last `window`
     tokens). Writes the accumulator of the split to `part`, and its peak and total to `state`,
     [requests, heads, 2, splits]. With a single split, `state` is None and `part` is the output.
+    A request without cached tokens is padding, and nothing is written for it.
     """
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
@@ -269,6 +270,8 @@ def decode_combine(  # type: ignore[no-untyped-def]
     """Fold the splits of a request in order. Programs: (request, query head)."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_len = tl.load(meta + 2 * stride_meta + request)
+    if kv_len == 0:  # padding
+        return
     used = _split_at(kv_len - 1) + 1
     if WINDOWED:
         used -= _split_at(tl.maximum(kv_len - window, 0))
@@ -295,23 +298,47 @@ def decode_combine(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["stride_meta", "first_request", "window"])
+@triton.jit
+def _chunk_at(  # type: ignore[no-untyped-def]
+    block, starts, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the number of the prefill chunk that a block belongs to, and its number there.
+
+    `starts` has the first token of each of `requests` chunks. So that a program finds its chunk
+    without a table, a chunk gets as many blocks as it may need anywhere: one more than the blocks
+    that its rows touch if all rows are divided together.
+    """
+    first, low, high = tl.load(starts), 0, requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (tl.load(starts + middle) - first) * GROUP // BLOCK_M + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low, block - (tl.load(starts + low) - first) * GROUP // BLOCK_M - low
+
+
+@triton.jit(do_not_specialize=["stride_meta", "first_request", "requests", "window"])
 def prefill(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, scales, table, mapping, meta, out, lse,
     stride_q, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
-    stride_row, stride_meta, stride_out, stride_out_head, stride_lse, first_request, window, scale,
+    stride_row, stride_meta, stride_out, stride_out_head, stride_lse, first_request, requests,
+    window, scale,
     WINDOWED: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Compute causal attention of a prefill chunk over the cached prefix and the chunk itself.
 
-    Programs: (block of BLOCK_M rows, request, KV head). Row r of a request is its token r // GROUP
-    and query head r % GROUP of the KV head. WINDOWED skips the blocks that no row sees. `lse`, if
-    not None, receives the logarithms of the softmax's sums, fp32 [heads, tokens].
+    Programs: (block of BLOCK_M rows of a request, KV head), see `_chunk_at`. Row r of a request is
+    its token r // GROUP and query head r % GROUP of the KV head. WINDOWED skips the blocks that no
+    row sees. `lse`, if not None, receives the logarithms of the softmax's sums, fp32 [heads,
+    tokens].
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest programs start first
-    request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tl.num_programs(0) - 1 - tl.program_id(0)  # a request's longest programs start first
+    starts = meta + stride_meta + first_request
+    chunk, block = _chunk_at(place, starts, requests, GROUP, BLOCK_M)
+    request, kv_head = first_request + chunk, tl.program_id(1).to(tl.int64)
     q_len = tl.load(meta + 3 * stride_meta + request)
     rows, first_row = q_len * GROUP, block * BLOCK_M
     if first_row < rows:

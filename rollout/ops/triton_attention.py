@@ -3,8 +3,8 @@
 The kernels compute chunked causal prefill and split-KV decode; both pack the query heads of a KV
 head. A request's keys are divided at absolute positions (`attention_kernels`). A query's result
 therefore depends neither on the batch nor on how the prompt is divided into chunks, and is the same
-in prefill and decode, except with latent rows. The decode launch depends only on the batch size, so
-a CUDA graph can replay it with other lengths.
+in prefill and decode, except with latent rows. The launches depend only on the numbers of requests
+and query tokens, so a CUDA graph can replay them with other lengths.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 class TritonPlan:
     """Index tensors of a forward pass for `triton_attention`.
 
-    Decode reads lengths only from the device: a caller may build a plan over static tensors, with
-    `num_prefill` and `max_q_len` 0, and refill the tensors between replays of a CUDA graph. A
-    padding request has one token, in any valid row.
+    Kernels read rows, places and lengths only from the device: a caller may build a plan over
+    static tensors, and refill the tensors between replays of a CUDA graph. A decode request of
+    padding has no cached tokens, or one token in any valid row. A prefill chunk of padding has no
+    query tokens, and begins after all other chunks.
     """
 
     req_to_token: Tensor  # slots by request row and position, int32 [rows, max_context_len]
@@ -41,7 +42,8 @@ class TritonPlan:
     meta: Tensor
     num_decode: int  # decode requests
     num_prefill: int  # prefill chunks
-    max_q_len: int  # tokens of the longest prefill chunk
+    num_query_tokens: int  # of all prefill chunks together, or more
+    padded: bool = False  # whether some query tokens are of no request; their results are 0
     kv_lens: tuple[int, ...] = ()  # cached tokens of each request, on the host
     window: int | None = None  # see `plan_torch`
     mapping: Tensor | None = None  # see `plan_torch`
@@ -88,7 +90,7 @@ def plan_triton(
         meta=meta.to(device, non_blocking=True),
         num_decode=shape.num_decode,
         num_prefill=len(shape.rows) - shape.num_decode,
-        max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
+        num_query_tokens=sum(shape.q_lens[shape.num_decode :]),
         kv_lens=tuple(shape.kv_lens),
         window=window,
         mapping=mapping,
@@ -109,7 +111,7 @@ def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> Triton
     torch.add(positions, 1, out=meta[2])
     meta[3] = 1
     return TritonPlan(
-        req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0
+        req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, num_query_tokens=0
     )
 
 
@@ -145,10 +147,10 @@ def triton_attention(
         _launch_decode(read, strides, out, plan, log2_scale, blocks)
     if plan.num_prefill:
         blocks = kernels.prefill_blocks(cut, windowed=plan.window is not None)
-        row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
-        kernels.prefill[(row_blocks, plan.num_prefill, kv_heads)](
+        rows = plan.num_query_tokens * blocks["GROUP"]
+        kernels.prefill[(rows // blocks["BLOCK_M"] + plan.num_prefill, kv_heads)](
             *read, out, lse, *strides, *out.stride()[:2], 0 if lse is None else lse.stride(0),
-            plan.num_decode, plan.reach, log2_scale, **blocks,
+            plan.num_decode, plan.num_prefill, plan.reach, log2_scale, **blocks,
         )  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
 from rollout.ops.row_wise import linear, row_invariant_products
 from rollout.ops.token_sampling import SamplingBatch, Sent, likeliest, sample, to_host
 from rollout.ops.torch_attention import BatchShape, plan_torch
-from rollout.ops.triton_attention import plan_decode, plan_triton
+from rollout.ops.triton_attention import TritonPlan, plan_decode, plan_triton
 from rollout.parallel import TensorParallel
-from rollout.running.graphs import DecodeGraphs
+from rollout.running.graphs import DecodeGraphs, GraphPool, PromptGraphs
 from rollout.running.step_routing import RoutingRecorder
 from rollout.scheduling.kv_cache import Cache
 from rollout.scheduling.sample_rows import SampleRows
@@ -80,11 +80,12 @@ class ModelRunner:
         self.last_tokens = torch.zeros(self._table.size + 1, dtype=torch.int64, device=self.device)
         self._last_batch: _Batch | None = None
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self.recorder: RoutingRecorder | None = None
 
     @property
     def capturable(self) -> bool:
-        """Return whether decode steps can be captured as CUDA graphs."""
+        """Return whether steps can be captured as CUDA graphs."""
         layers = all(mixer.capturable for mixer in self.config.mixers)
         return self._triton and self._cache.capturable and layers
 
@@ -96,12 +97,22 @@ class ModelRunner:
         self.recorder = RoutingRecorder(self.decoder.mlps, tokens, self.device)
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
-        """Capture CUDA graphs, which replace decode steps of at most max(sizes) samples."""
-        dtype = self.decoder.lm_head.dtype
-        self.ranks.stage_captures(self.config.vocab_size, dtype, self.device)
+    def capture(self, sizes: Sequence[int], tokens: Sequence[int], saver: MemorySaver) -> None:
+        """Capture CUDA graphs of steps.
+
+        Args:
+            sizes: Numbers of samples of decode steps.
+            tokens: Numbers of tokens of steps with prompts; may be empty.
+            saver: Saver on whose tag the graphs' memory lies.
+        """
+        config, dtype = self.config, self.decoder.lm_head.dtype
+        self.ranks.stage_captures(config.vocab_size, dtype, self.device)
+        pool = GraphPool(saver)
         with row_invariant_products(self.device):
-            self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
+            if tokens:
+                size = self._table.size, config.hidden_size
+                self.prompt_graphs = PromptGraphs(self.compute, tokens, *size, dtype, pool)
+            self.graphs = DecodeGraphs(self.decode, sizes, config.vocab_size, dtype, pool)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
@@ -115,6 +126,10 @@ class ModelRunner:
                 load.wait()
             return self.graphs.replay(step.lengths - 1, step.rows)
         ids, positions, ends, shape = _pack(step)
+        graphs = self.prompt_graphs
+        if graphs is not None and len(positions) <= graphs.max_tokens and not step.loads:
+            hidden = graphs.replay(ids, positions, shape)
+            return self._logits(hidden, to_device(ends, self.device))
         slots = [step.decode_slots] if step.decode else []
         slots += [chunk.slots for chunk in step.chunks]
         plan = plan_triton if self._triton else plan_torch
@@ -128,10 +143,15 @@ class ModelRunner:
             shape=shape,
             loads=step.loads,
         )
+        tokens = torch.cat([self.last_tokens[at[3][: shape.num_decode]], at[0]])
         with row_invariant_products(self.device):
-            tokens = torch.cat([self.last_tokens[at[3][: shape.num_decode]], at[0]])
-            part = linear(self.decoder(tokens, batch)[at[2]], self.decoder.lm_head)
-            return self.ranks.join(part, self.config.vocab_size)
+            hidden = self.decoder(tokens, batch)
+        return self._logits(hidden, at[2])
+
+    def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
+        with row_invariant_products(self.device):
+            part = linear(hidden[at], self.decoder.lm_head)
+        return self.ranks.join(part, self.config.vocab_size)
 
     def _tell_last(self, rows: Int64Array) -> None:
         """Send last tokens that the device has not chosen: of beams, and after a swap."""
@@ -155,6 +175,31 @@ class ModelRunner:
             linear(hidden, head, out=logits)
         else:
             logits.copy_(self.ranks.join(linear(hidden, head), self.config.vocab_size))
+
+    def compute(self, tokens: Tensor, requests: Tensor, hidden: Tensor) -> None:
+        """Compute decodes and parts of prompts from device tensors only, as a graph records it.
+
+        `tokens` and `requests` are those of `pack_prompts`, and `hidden` [T, hidden] receives the
+        hidden states.
+        """
+        table, (ids, positions, rows) = self._table.req_to_token, tokens
+        most = requests.shape[1] // 2
+        plan = TritonPlan(
+            req_to_token=table,
+            meta=requests.int(),
+            num_decode=most,
+            num_prefill=most,
+            num_query_tokens=len(ids),
+            padded=True,
+        )
+        batch = self._batch(
+            lambda window, mapping: replace(plan, window=window, mapping=mapping),
+            positions=positions,
+            slots=table[rows, positions].long(),
+            rows=requests[0],
+        )
+        known = torch.where(ids < 0, self.last_tokens[rows], ids)
+        hidden.copy_(self.decoder(known, batch))
 
     def _batch(self, plan: _Plan, **fields: Any) -> Batch:
         batch = Batch(plan=plan(self._window, None), **fields)

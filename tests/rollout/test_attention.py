@@ -4,14 +4,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollout.ops import attention_kernels as kernels
 from rollout.ops import torch_attention as attention_module
-from rollout.ops.torch_attention import MAX_BUCKET_TOKENS, BatchShape, plan_torch
-from rollout.ops.triton_attention import TritonPlan, plan_decode
+from rollout.ops.torch_attention import MAX_BUCKET_TOKENS, BatchShape, StoredKV, plan_torch
+from rollout.ops.triton_attention import TritonPlan, plan_decode, plan_triton, triton_attention
+from rollout.running.graphs import pack_prompts, token_ladder
 from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import CLOSE
 from tests.helpers.rollout.attention import paged_attention, plan_attention, round_products_once
@@ -299,6 +303,35 @@ def test_query_has_same_bits_in_decode_and_in_every_chunk(
             assert torch.equal(out, whole[rows]), (end, count, num_decode)
 
 
+@pytest.mark.parametrize("spare", [0, 1, 40])
+@pytest.mark.parametrize("lens", [LONG, ([1, 1, 3, 2], [400, 16, 5, 300], 2)])
+def test_plan_over_static_tensors_equals_the_plan_of_a_step(
+    triton_device: str, lens: tuple[list[int], list[int], int], spare: int
+) -> None:
+    """Replay a step of decodes and chunks in the tensors of a graph for more tokens and requests.
+
+    The results have the same bits, and padding writes nothing.
+    """
+    made = make_case((4, 2), (16, 16), *lens, triton_device)
+    spans = zip(*lens[:2], strict=True)
+    positions = np.concatenate([np.arange(end - count, end) for count, end in spans])
+    size, most = len(positions) + spare, len(lens[0]) + spare
+    ids = np.zeros(len(positions) - lens[2], dtype=np.int64)
+    packed = torch.from_numpy(pack_prompts(ids, positions, made.shape, size, most))
+    plan = TritonPlan(
+        req_to_token=made.table,
+        meta=packed[3 * size :].view(4, -1).int().to(triton_device),
+        num_decode=most,
+        num_prefill=most,
+        num_query_tokens=size,
+    )
+    q, stored = torch.cat([made.q, made.q[:1].expand(spare, -1, -1)]), StoredKV(k=made.k, v=made.v)
+    out = torch.full_like(q, 7.0)
+    triton_attention(q, stored, plan, 0.25, out)
+    wanted = paged_attention(made.q, made.k, made.v, plan_triton(made.shape, made.table), 0.25)
+    assert torch.equal(out[: len(positions)], wanted) and out[len(positions) :].eq(7).all()
+
+
 def test_decode_plan_over_static_tensors_ignores_padding_requests(triton_device: str) -> None:
     # As in the replay of a graph: `meta` is a slice of a wider tensor, and copies of row 0, slot 0
     # pad the batch.
@@ -308,7 +341,7 @@ def test_decode_plan_over_static_tensors_ignores_padding_requests(triton_device:
     meta = torch.full((4, 9), -1, dtype=torch.int32, device=triton_device)
     meta[:, :4] = torch.tensor([[2, 1, 0, 0], [0, 1, 2, 3], [300, 20, 1, 1], [1, 1, 1, 1]])
     plan = TritonPlan(
-        req_to_token=made.table, meta=meta[:, :4], num_decode=4, num_prefill=0, max_q_len=0
+        req_to_token=made.table, meta=meta[:, :4], num_decode=4, num_prefill=0, num_query_tokens=0
     )
     out = paged_attention(torch.cat([made.q, made.q]), made.k, made.v, plan, 0.25)
     torch.testing.assert_close(out[:2].double(), made.expected, atol=CLOSE, rtol=0)
@@ -331,3 +364,12 @@ def test_decode_buckets_bound_padding_and_cover_all_requests() -> None:
     padded = sum(bucket.slots.numel() for bucket in plan.buckets)
     assert padded <= 2 * sum(max(length, 64) for length in lens)
     assert max(bucket.slots.numel() for bucket in plan.buckets) <= MAX_BUCKET_TOKENS
+
+
+@given(st.integers(1, 9000), st.data())
+def test_graph_of_a_step_with_prompts_adds_at_most_an_eighth(
+    most: int, data: st.DataObject
+) -> None:
+    sizes, tokens = token_ladder(most), data.draw(st.integers(1, most))
+    padding = min(size for size in sizes if size >= tokens) - tokens
+    assert padding < 64 or padding <= tokens / 8

@@ -15,6 +15,8 @@ import torch
 
 from kvcache.allocators import Int64Array
 from rollout import Completion, Engine, Output, SamplingParams
+from rollout.ops.torch_attention import BatchShape
+from rollout.running.graphs import pack_prompts
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.rollout.answers import LLAMA3, YARN, check, ids, random_prompts
@@ -240,31 +242,60 @@ class Unrecorded:
         return logits[: len(rows)]
 
 
+class UnrecordedPrompts:
+    """Substitute for the graphs of steps with prompts; new memory holds NaN."""
+
+    max_tokens = 40
+
+    def __init__(self, runner: Any, max_running: int) -> None:
+        self.runner, self.most = runner, min(self.max_tokens, max_running)
+        self.replays = 0
+
+    def replay(self, ids: Int64Array, positions: Int64Array, shape: BatchShape) -> torch.Tensor:
+        packed = pack_prompts(ids, positions, shape, self.max_tokens, self.most)
+        inputs = torch.tensor(packed, device=self.runner.device)
+        tokens, requests = inputs[: 3 * self.max_tokens], inputs[3 * self.max_tokens :]
+        hidden = torch.full(
+            (self.max_tokens, self.runner.config.hidden_size), torch.nan, device=inputs.device
+        )
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+        try:
+            self.runner.compute(tokens.view(3, -1), requests.view(4, -1), hidden)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert hidden.isfinite().all()  # padding must not reach experts as NaN
+        self.replays += 1
+        return hidden[: len(positions)]
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "graphs"),
     some(
         ("qwen3", {"head_dim": 32, "num_hidden_layers": 1}, True),
-        (V3, {**MLA, "num_hidden_layers": 1}, False),
+        (V3, {**MLA, "num_hidden_layers": 1}, True),
+        ("qwen3_moe", {**MOE, "num_hidden_layers": 1}, True),
         (*WINDOWED[2], True),
-        whole=[(*WINDOWED[0], True)],
+        ("qwen3", {"head_dim": 32, "num_hidden_layers": 1}, False),
+        whole=[(*WINDOWED[0], True), (V3, {**MLA, "num_hidden_layers": 1}, False)],
     ),
 )
 def test_triton_path_equals_transformers(
     saved: Saved, kind: str, overrides: dict[str, Any], graphs: bool
 ) -> None:
     # The kernels are interpreted without a GPU. The run has chunks, mixed steps, a fork in the
-    # middle of a page, then decode as a CUDA graph records it or with a plan for each step.
+    # middle of a page, then decode, all as CUDA graphs record it or with a plan for each step.
     path, model = saved(kind, **overrides)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     sizes = {"kv_tokens": 256, "page_size": 4, "max_prefill_tokens": 32}
     triton = {"attention": "triton", "cuda_graphs": False}
     engine = Engine.from_pretrained(path, device=device, **sizes, **triton)
     replacement: Any = Unrecorded(engine.runner) if graphs else None
-    engine.runner.graphs = replacement
+    prompts_too: Any = UnrecordedPrompts(engine.runner, 64) if graphs else None
+    engine.runner.graphs, engine.runner.prompt_graphs = replacement, prompts_too
     poison(engine)
     prompts = random_prompts((1, 41))
     check(model, prompts, answer(engine, prompts, SamplingParams(max_tokens=3, temperature=0, n=2)))
-    assert replacement is None or replacement.replays > 1
+    assert not graphs or (replacement.replays > 1 and prompts_too.replays > 1)
 
 
 # ---------------------------------------------------------------- pages and windows

@@ -123,10 +123,12 @@ class LayerKV:
         Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan determines how
         far back queries see.
         """
-        out = q.new_empty((*q.shape[:2], self.pool.config.value_dim))
+        shape = (*q.shape[:2], self.pool.config.value_dim)
         if isinstance(plan, TorchPlan):
+            out = q.new_empty(shape)
             torch_attention(q, plan, scale, out, self.rows, self._decode)
         else:
+            out = q.new_zeros(shape) if plan.padded else q.new_empty(shape)
             triton_attention(q, *self._for_kernels(plan), scale, out)
         return out
 
