@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcache.config import FP4_BLOCK, FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig
+from kvcache.config import (
+    FP4_BLOCK,
+    FP4_DTYPE,
+    FP8_DTYPES,
+    KVCacheConfig,
+    MLACacheConfig,
+    TokenConfig,
+)
 from kvcache.ops.kv_write import set_rows
 from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
 from kvcache.pools.storage import PlainCodec, PoolPart, SlotStorage, make_codec
@@ -233,12 +240,12 @@ class TokenPool(KVPool):
         """Return a description of the stored bytes; pools with equal formats can exchange pages.
 
         Returns:
-            Dtype, number of layers, shapes of the parts and scales.
+            Dtype, number of layers, shapes of the parts, and in an fp8 pool the scales.
         """
-        config = self.config
+        config, layers = self.config, range(self.config.num_layers)
         shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())
-        scales = tuple(self._codec.scales(layer) for layer in range(config.num_layers))
-        return (config.dtype, config.num_layers, shapes, scales)
+        scales = map(self._codec.scales, layers if config.dtype in FP8_DTYPES else ())
+        return (config.dtype, config.num_layers, shapes, tuple(scales))
 
     def on_resume(self) -> None:
         usable = max(0, self._storage.refresh() - self.page_size)

@@ -23,6 +23,10 @@ import signal
 import sys
 import threading
 import weakref
+
+# The C functions: those of `signal` look every handler up in an enum, 2 us each.
+from _signal import getsignal
+from _signal import signal as set_handler
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -51,7 +55,7 @@ _calls: dict[int, Finalizer] = {}
 class held(contextlib.ContextDecorator):
     """Context manager or decorator that delays handlers to its end, where they may raise.
 
-    Nested uses end with the outermost. It takes some 20 us in the main thread and does nothing in
+    Nested uses end with the outermost. It takes some 3 us in the main thread and does nothing in
     other threads.
     """
 
@@ -149,7 +153,7 @@ class _Gate:
         elif _depth or (frame is not None and frame.f_code in _ENDING):
             _noted.append((self, number))
         else:  # in the body of an ``Unbroken``, or while gates are installed or removed
-            own = by_handler and signal.getsignal(number) == self.handler
+            own = by_handler and getsignal(number) == self.handler
             self.let_through(number, frame, [self] if own else [])
 
     def let_through(self, number: int, frame: FrameType | None, chain: list[_Gate]) -> None:
@@ -172,19 +176,19 @@ _ENDING = {function.__code__ for function in (Unbroken.__exit__, held.__enter__,
 
 def _close_gates() -> None:
     for number in _SIGNALS:
-        handler = signal.getsignal(number)
+        handler = getsignal(number)
         if callable(handler) and not isinstance(handler, _Gate):
             gate = _gates.get(number)
             if gate is None or gate.handler != handler:
                 gate = _gates[number] = _Gate(handler, gate.handler if gate else None)
-            signal.signal(number, gate)
+            set_handler(number, gate)
 
 
 def _open_gates() -> None:
     for number in tuple(_gates):
-        gate = signal.getsignal(number)
+        gate = getsignal(number)
         if isinstance(gate, _Gate):  # not replaced by another handler meanwhile
-            signal.signal(number, gate.handler)
+            set_handler(number, gate.handler)
 
 
 def _after_fork() -> None:
