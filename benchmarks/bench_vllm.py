@@ -6,7 +6,7 @@ shape. The driver's floor comes last: it unmaps and maps as many bytes as a slee
 
 `--throughput` measures nothing else, and supports our own engine and larger models, too:
 
-    python -m benchmarks.bench_vllm --throughput --shape qwen3-30b-a3b --cases native
+    python -m benchmarks.bench_vllm --throughput short --shape qwen3-30b-a3b --cases native
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from benchmarks.common import (
     run_cases,
     write_config,
 )
+from benchmarks.vllm_side import WORKLOADS
 
 KINDS = {"memsaver": "ours", "its own": "rival", "native": "native"}
 FLOOR = "driver's floor"
-KV_TOKENS = 196608
+KV_TOKENS, CONTEXT = 196608, 1024
+KV_TOKENS_OF_WORKLOADS, CONTEXT_OF_WORKLOADS = 655360, 8448
 
 
 class Sides:
@@ -53,8 +55,11 @@ class Sides:
         self._engine = args.engine
         fields = fields_of(make_scale(args), args.shape, args.layers)
         model = write_config(folder / "model", fields)
-        self._words = [str(model), str(KV_TOKENS), str(args.cycles)]
-        self._words += [flag for flag in ("quick", "throughput") if getattr(args, flag)]
+        size = (KV_TOKENS, CONTEXT)
+        if args.throughput:
+            size = (KV_TOKENS_OF_WORKLOADS, CONTEXT_OF_WORKLOADS)
+        self._words = [str(model), *map(str, size), "quick" if args.quick else "whole"]
+        self._words += [str(args.cycles), *args.throughput]
         self._started: list[subprocess.Popen[str]] = []
 
     def _start(self, kind: str) -> subprocess.Popen[str]:
@@ -120,7 +125,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     options.add_argument("--shape", default="qwen2.5-7b", help="as a recipe's model.shape")
     options.add_argument("--layers", type=int, help="number of layers; by default all of the shape")
-    options.add_argument("--throughput", action="store_true", help="measure throughput only")
+    options.add_argument(
+        "--throughput", nargs="+", choices=WORKLOADS, default=[], help="measure these only"
+    )
     options.add_argument("--cycles", type=int, default=20)
     options.add_argument(
         "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import vllm_side
-from benchmarks.vllm_side import CONTEXT, SEQUENCES, prompts
+from benchmarks.vllm_side import SEQUENCES
 
 OPTIONS: dict[str, Any] = {
     "attention_backend": "triton",  # for both: others need packages that may be missing
@@ -28,7 +28,7 @@ class Rival:
     engine: Any
     keeps = False
 
-    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+    def __init__(self, path: str, size: vllm_side.Size) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
         self.engine = Engine(
@@ -40,13 +40,13 @@ class Rival:
             enable_memory_saver=True,
             disable_prefill_cuda_graph=True,
             cuda_graph_max_bs_decode=SEQUENCES,
-            max_total_tokens=kv_tokens,
+            max_total_tokens=size.kv_tokens,
             mem_fraction_static=0.9,
             max_running_requests=SEQUENCES,
             chunked_prefill_size=8192,
-            context_length=CONTEXT,
+            context_length=size.context,
             **OPTIONS,
-            **(QUICK if quick else {}),
+            **(QUICK if size.quick else {}),
         )
 
     def give(self, tensors: dict[str, Tensor]) -> None:
@@ -66,11 +66,12 @@ class Rival:
     def wake(self, tag: str) -> None:
         self.engine.resume_memory_occupation([tag])
 
-    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
-        params = {"max_new_tokens": new, "temperature": temperature, "ignore_eos": True}
-        outputs = self.engine.generate(
-            input_ids=prompts(count), sampling_params=params, return_logprob=True
-        )
+    def answers(
+        self, given: list[list[int]], lengths: list[int], temperature: float
+    ) -> list[list[int]]:
+        same = {"temperature": temperature, "ignore_eos": True}
+        params = [{"max_new_tokens": new, **same} for new in lengths]
+        outputs = self.engine.generate(input_ids=given, sampling_params=params, return_logprob=True)
         return [list(output["output_ids"]) for output in outputs]
 
     def forget(self) -> None:
@@ -82,17 +83,17 @@ class Ours(Rival):
 
     keeps = True
 
-    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+    def __init__(self, path: str, size: vllm_side.Size) -> None:
         from rollout.hosted import SglangRollout
 
         self.rollout = SglangRollout.from_pretrained(
             path,
             load_weights=False,
-            kv_tokens=kv_tokens,
+            kv_tokens=size.kv_tokens,
             max_running=SEQUENCES,
-            max_context_len=CONTEXT - 2,
+            max_context_len=size.context - 2,
             **OPTIONS,
-            **(QUICK if quick else {}),
+            **(QUICK if size.quick else {}),
         )
         self.engine = self.rollout.engine.engine
         self.version = 0

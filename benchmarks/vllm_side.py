@@ -7,6 +7,7 @@ same model, for throughput only. The process prints figures as JSON lines after 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import statistics
@@ -14,13 +15,20 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 GIB = 1 << 30
-SEQUENCES, CONTEXT = 256, 1024
+SEQUENCES = 256
+WORKLOADS = {  # number of prompts, tokens of each, and of its answer (None: log-normal)
+    "short": (256, 128, 128),
+    "long": (256, 512, 512),
+    "log-normal": (512, 128, None),
+    "prompts": (64, 8192, 128),
+}
+MEAN, MOST = 390, 2048  # tokens of log-normal answers; sigma is 1
 # for --quick: the engine is built in seconds
 QUICK = {
     "mode": 0,
@@ -51,9 +59,25 @@ def used() -> float:
     return (total - free) / GIB
 
 
-def prompts(count: int) -> list[list[int]]:
+class Size(NamedTuple):
+    """Sizes of an engine."""
+
+    kv_tokens: int
+    context: int
+    quick: bool  # few CUDA graphs, and no torch.compile
+
+
+def prompts(count: int, length: int = 128) -> list[list[int]]:
     rng = random.Random(5)
-    return [[rng.randrange(1000, 150000) for _ in range(128)] for _ in range(count)]
+    return [[rng.randrange(1000, 150000) for _ in range(length)] for _ in range(count)]
+
+
+def answer_lengths(count: int, length: int | None) -> list[int]:
+    """Return the numbers of new tokens, which are log-normal without a length."""
+    if length is not None:
+        return [length] * count
+    rng, mu = random.Random(7), math.log(MEAN) - 0.5
+    return [min(MOST, max(1, round(rng.lognormvariate(mu, 1)))) for _ in range(count)]
 
 
 def checkpoint(path: str) -> dict[str, Tensor]:
@@ -75,7 +99,7 @@ class Rival:
     tensors: dict[str, Tensor]
     keeps = True  # level 1 keeps the weights
 
-    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+    def __init__(self, path: str, size: Size) -> None:
         import vllm
 
         self.vllm = vllm
@@ -86,13 +110,13 @@ class Rival:
             dtype="bfloat16",
             enable_sleep_mode=True,
             gpu_memory_utilization=0.01,
-            num_gpu_blocks_override=kv_tokens // 16 + 1,
+            num_gpu_blocks_override=size.kv_tokens // 16 + 1,
             kv_cache_memory_bytes=torch.cuda.mem_get_info()[1],
-            max_model_len=CONTEXT,
+            max_model_len=size.context,
             max_num_seqs=SEQUENCES,
             max_num_batched_tokens=8192,
             logprobs_mode="processed_logprobs",
-            **({"compilation_config": QUICK} if quick else {}),
+            **({"compilation_config": QUICK} if size.quick else {}),
         )
 
     def give(self, tensors: dict[str, Tensor]) -> None:
@@ -113,16 +137,21 @@ class Rival:
     def wake(self, tag: str) -> None:
         self.llm.wake_up([tag])
 
-    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
-        params = self.vllm.SamplingParams(
-            max_tokens=new,
-            temperature=temperature,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            flat_logprobs=True,
-        )
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts(count)]
+    def answers(
+        self, given: list[list[int]], lengths: list[int], temperature: float
+    ) -> list[list[int]]:
+        params = [
+            self.vllm.SamplingParams(
+                max_tokens=new,
+                temperature=temperature,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                flat_logprobs=True,
+            )
+            for new in lengths
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in given]
         completed = self.llm.generate(requests, params, use_tqdm=False)
         return [list(request.outputs[0].token_ids) for request in completed]
 
@@ -133,16 +162,16 @@ class Rival:
 class Ours(Rival):
     """The same engine on our tags; `sync` writes like a trainer with one rank."""
 
-    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+    def __init__(self, path: str, size: Size) -> None:
         from rollout.hosted import VllmRollout
 
         self.rollout = VllmRollout.from_pretrained(
             path,
             load_weights=False,
-            kv_tokens=kv_tokens,
+            kv_tokens=size.kv_tokens,
             max_running=SEQUENCES,
-            max_context_len=CONTEXT,
-            **({"compilation_config": QUICK} if quick else {}),
+            max_context_len=size.context,
+            **({"compilation_config": QUICK} if size.quick else {}),
         )
         self.version = 0
 
@@ -176,11 +205,16 @@ class Ours(Rival):
     def wake(self, tag: str) -> None:
         self.rollout.wake_up([tag])
 
-    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
+    def answers(
+        self, given: list[list[int]], lengths: list[int], temperature: float
+    ) -> list[list[int]]:
         from rollout import SamplingParams
 
-        params = SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True)
-        return [group[0].token_ids for group in self.rollout.generate(prompts(count), params)]
+        params = [
+            SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True)
+            for new in lengths
+        ]
+        return [group[0].token_ids for group in self.rollout.generate(given, params)]
 
     def forget(self) -> None:
         self.rollout.engine.reset_prefix_cache()
@@ -189,7 +223,7 @@ class Ours(Rival):
 class Native(Ours):
     """Our own engine, with weights drawn like vLLM's dummy weights."""
 
-    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+    def __init__(self, path: str, size: Size) -> None:
         from rollout import Engine
         from rollout.model import parameter_shapes
 
@@ -198,9 +232,9 @@ class Native(Ours):
             device="cuda",
             dtype=torch.bfloat16,
             load_weights=False,
-            kv_tokens=kv_tokens,
+            kv_tokens=size.kv_tokens,
             max_running=SEQUENCES,
-            max_context_len=CONTEXT,
+            max_context_len=size.context,
             max_prefill_tokens=8192,
             prefix_cache=False,
         )
@@ -216,15 +250,17 @@ class Native(Ours):
 
 def greedy(side: Rival) -> list[list[int]]:
     side.forget()
-    return side.answers(64, 16, 0.0)
+    return side.answers(prompts(64), [16] * 64, 0.0)
 
 
-def throughput(side: Rival, when: str) -> None:
+def throughput(side: Rival, when: str, workload: str = "short", passes: int = 8) -> None:
     """Report the median, slowest and fastest of the passes after the first, which compiles."""
     rates = []
-    for _ in range(8):
+    count, prompt, answer = WORKLOADS[workload]
+    given, lengths = prompts(count, prompt), answer_lengths(count, answer)
+    for _ in range(passes):
         side.forget()
-        rates.append(SEQUENCES * 128 / timed(lambda: side.answers(SEQUENCES, 128, 1.0)) * 1e3)
+        rates.append(sum(lengths) / timed(lambda: side.answers(given, lengths, 1.0)) * 1e3)
     say(f"new tokens a second, {when}", statistics.median(rates[1:]), "")
     say(f"new tokens a second, {when}, slowest", min(rates[1:]), "")
     say(f"new tokens a second, {when}, fastest", max(rates[1:]), "")
@@ -283,15 +319,16 @@ def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
 
 
 def main(
-    kinds: dict[str, Any], kind: str, path: str, kv_tokens: int, cycles: int, flags: list[str]
+    kinds: dict[str, Any], kind: str, path: str, size: Size, cycles: int, workloads: list[str]
 ) -> None:
     started = time.perf_counter()
-    side = kinds[kind](path, kv_tokens, "quick" in flags)
+    side = kinds[kind](path, size)
     say("engine built", time.perf_counter() - started, "s")
     print("ready", flush=True)
     sys.stdin.readline()
-    if "throughput" in flags:
-        throughput(side, "with dummy weights")
+    for workload in workloads:
+        throughput(side, workload, workload, 8 if workload == "short" else 3)
+    if workloads:
         return
     side.give(checkpoint(path))
     weights(side)
@@ -312,9 +349,16 @@ def main(
 
 def run(kinds: dict[str, Any], words: list[str]) -> None:
     """Run the measurement that `bench_vllm` asks for, and end this process."""
-    kind, folder, kv, rounds, *flags = words
+    kind, folder, kv, context, quick, cycles, *workloads = words
     try:
-        main(kinds, kind, folder, int(kv), int(rounds), flags)
+        main(
+            kinds,
+            kind,
+            folder,
+            Size(int(kv), int(context), quick == "quick"),
+            int(cycles),
+            workloads,
+        )
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise
