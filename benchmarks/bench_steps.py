@@ -1,28 +1,40 @@
-"""Decode steps at the Qwen2.5-0.5B shape: what the host needs, and for how long the device waits.
+"""Steps of the engine: what the host needs, and for how long the device waits.
 
-`make bench-rollout`. For each number of samples, with steps one after the other (depth 0) and
-launched before the last results are read (depth 1): milliseconds of a step, of the slowest one, of
-the host's wait for the device, and of the device's idleness between the end of a step's work and
-the begin of the next one's, which events on the engine's stream measure. The floor is the device's
-own work.
+`make bench-rollout`, at the Qwen2.5-0.5B shape. For each number of samples, with steps one after
+the other (depth 0) and launched before the last results are read (depth 1): milliseconds of a step,
+of the slowest one, of the host's wait for the device, and of the device's idleness between the end
+of a step's work and the begin of the next one's, which events on the engine's stream measure. The
+floor is the device's own work. A second table has the time between two tokens of 64 samples while
+64 prompts of 8,192 tokens are computed beside them, by `EngineConfig.mixed_prefill_tokens`.
+
+`--busy N` measures the first table beside N busy processes for each of the host's cores:
+
+    python -m benchmarks.bench_steps --shape qwen2.5-7b --busy 2
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import make_scale, parser, random_model, report
+from benchmarks.common import Scale, fields_of, make_scale, parser, report, write_config
 from rollout import Engine, SamplingParams
+from rollout.model import parameter_shapes
 from rollout.ops.token_sampling import Sent
 
 WARMUP = 8  # steps
+BUSY = "while True: pass"
 
 
 class Clock:
@@ -76,60 +88,152 @@ class Clock:
         return statistics.fmean([begin.elapsed_time(end) for begin, end in pairs] or [0.0])
 
 
-def measure(engine: Engine, clock: Clock, samples: int, depth: int, steps: int) -> dict[str, float]:
-    """Return the milliseconds of a decode step of `samples` samples."""
-    engine.steps.depth = depth
-    torch.manual_seed(0)
-    prompts = torch.randint(engine.model.vocab_size, (samples, engine.max_context_len // 4))
-    params = SamplingParams(max_tokens=3 * prompts.shape[1], temperature=1.0, ignore_eos=True)
+def build(scale: Scale, folder: str, shape: str, **config: Any) -> Engine:
+    """Build an engine with small random weights."""
+    write_config(Path(folder), fields_of(scale, shape))
+    engine = Engine.from_pretrained(
+        folder, device=scale.device, dtype=torch.bfloat16, load_weights=False, prefix_cache=False,
+        **config,
+    )  # fmt: skip
+    drawn = (
+        (name, torch.empty(size, dtype=torch.bfloat16, device=scale.device).uniform_(-1e-3, 1e-3))
+        for name, size in parameter_shapes(folder)[0].items()
+    )
+    engine.store.load(drawn, "drawn")
+    return engine
+
+
+@contextlib.contextmanager
+def busy_host(processes: int) -> Iterator[None]:
+    """Run busy processes beside the block."""
+    running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def submit(engine: Engine, samples: int, prompt: int, answer: int) -> None:
+    prompts = torch.randint(engine.model.vocab_size, (samples, prompt))
+    params = SamplingParams(max_tokens=answer, temperature=1.0, ignore_eos=True)
     for tokens in prompts.tolist():
         engine.submit(tokens, params, stream=False)
-    scheduler = engine.scheduler
-    while scheduler.waiting or not all(sample.prefilled for sample in scheduler.running):
-        assert not engine.step(), "a sample ended before the first measured step"
-    for _ in range(WARMUP):
-        engine.step()
-    clock.start()
+
+
+def run_steps(engine: Engine, steps: int) -> list[float]:
+    """Run steps, and return the milliseconds of each."""
     times = [time.perf_counter()]
     for _ in range(steps):
         engine.step()
         times.append(time.perf_counter())
-    took = 1e3 * (times[-1] - times[0]) / steps
-    slowest = 1e3 * max(then - first for first, then in pairwise(times))
-    engine.drain()
+    return [1e3 * (then - first) for first, then in pairwise(times)]
+
+
+def begin_answers(engine: Engine) -> None:
+    """Run steps until all prompts are computed, and a few more."""
+    scheduler = engine.scheduler
+    while scheduler.waiting or not all(sample.prefilled for sample in scheduler.running):
+        assert not engine.step(), "a sample ended before the first measured step"
+    run_steps(engine, WARMUP)
+
+
+def end_all(engine: Engine) -> None:
     for request in engine.unfinished:
         engine.abort(request)
     engine.step()
+
+
+def measure(engine: Engine, clock: Clock, samples: int, depth: int, steps: int) -> dict[str, float]:
+    """Return the milliseconds of a decode step of `samples` samples."""
+    engine.steps.depth = depth
+    torch.manual_seed(0)
+    prompt = engine.max_context_len // 4
+    submit(engine, samples, prompt, 3 * prompt)
+    begin_answers(engine)
+    clock.start()
+    times = run_steps(engine, steps)
+    took = statistics.fmean(times)
+    engine.drain()
+    end_all(engine)
     waited = 1e3 * clock.waited / steps
-    figures = {"step": took, "slowest": slowest}
+    figures = {"step": took, "slowest": max(times)}
     figures |= {"host waits": waited, "host works": took - waited}
     if clock.begun:
         figures |= {"device idle": clock.idle_ms(), "device works": clock.busy_ms()}
     return figures
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parser(__doc__).parse_args(arguments)
-    scale = make_scale(args)
+def decode_steps(scale: Scale, shape: str) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of decode steps by number of samples and depth."""
     sizes, length = ((2, 4), 24) if scale.tiny else ((1, 64, 256, 1024), 900)
-    steps, results = scale.choose(100, 3), dict[str, dict[str, float]]()
+    results = dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
-        random_model(scale, Path(folder), "qwen2.5-0.5b", torch.bfloat16)
-        engine = Engine.from_pretrained(
-            folder, device=scale.device, dtype=torch.bfloat16, max_running=sizes[-1],
-            graph_batch_sizes=sizes, kv_tokens=sizes[-1] * (length + 40), max_context_len=length,
-            prefix_cache=False,
+        engine = build(
+            scale, folder, shape, max_running=sizes[-1], graph_batch_sizes=sizes,
+            kv_tokens=sizes[-1] * (length + 40), max_context_len=length,
         )  # fmt: skip
-    clock = Clock(engine)
-    for samples in sizes:
-        for depth in (0, 1):
-            name = f"{samples} samples, depth {depth}"
-            results[name] = measure(engine, clock, samples, depth, steps)
-    clock.restore()
-    engine.saver.close()
-    heads = ["step", "slowest", "host waits", "host works", "device idle", "device works"]
-    rows = [[name, *(times.get(head, 0.0) for head in heads)] for name, times in results.items()]
-    report("bench_steps", ["ms a step", *heads], rows, {"ms": results}, args.out)
+        clock = Clock(engine)
+        for samples in sizes:
+            for depth in (0, 1):
+                name = f"{samples} samples, depth {depth}"
+                results[name] = measure(engine, clock, samples, depth, scale.choose(100, 3))
+        clock.restore()
+        engine.saver.close()
+    return results
+
+
+def steps_beside_prompts(scale: Scale, shape: str) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of steps of decoding samples, without and beside prompts."""
+    samples, prompt = scale.choose((64, 8192), (2, 32))
+    results = dict[str, dict[str, float]]()
+    for tokens in scale.choose((8192, 1024, 512, 256), (32, 8)):
+        with tempfile.TemporaryDirectory() as folder:
+            engine = build(
+                scale, folder, shape, max_running=2 * samples, max_context_len=2 * prompt,
+                kv_tokens=3 * samples * prompt, max_prefill_tokens=prompt,
+                mixed_prefill_tokens=tokens,
+            )  # fmt: skip
+            submit(engine, samples, prompt // 8, prompt)
+            begin_answers(engine)
+            alone, beside = run_steps(engine, scale.choose(100, 3)), []
+            submit(engine, samples, prompt, 1)
+            while len(engine.unfinished) > samples:
+                beside += run_steps(engine, 1)
+            results[f"{tokens} tokens beside"] = {
+                "alone": statistics.median(alone),
+                "beside": statistics.median(beside),
+                "slowest": max(beside),
+                "prompt tokens a second": 1e3 * samples * prompt / sum(beside),
+            }
+            end_all(engine)
+            engine.saver.close()
+    return results
+
+
+def table(head: str, results: dict[str, dict[str, float]], columns: list[str]) -> Any:
+    rows = [
+        [name, *(times.get(column, 0.0) for column in columns)] for name, times in results.items()
+    ]
+    return [head, *columns], rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__)
+    options.add_argument("--shape", default="qwen2.5-0.5b", help="as a recipe's model.shape")
+    options.add_argument("--busy", type=int, default=0, help="busy processes for each core")
+    args = options.parse_args(arguments)
+    scale = make_scale(args)
+    with busy_host(args.busy * (os.cpu_count() or 1)):
+        decode = decode_steps(scale, args.shape)
+    columns = ["step", "slowest", "host waits", "host works", "device idle", "device works"]
+    results = {"ms": decode}
+    report("bench_steps", *table("ms a step", decode, columns), results, args.out)
+    if not args.busy:
+        results["beside"] = beside = steps_beside_prompts(scale, args.shape)
+        columns = ["alone", "beside", "slowest", "prompt tokens a second"]
+        report("bench_steps", *table("ms between tokens", beside, columns), results, args.out)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,11 @@ def _switch_share(case: str) -> Callable[[Results], float | None]:
     return read
 
 
+def _step_over_work(results: Results) -> float | None:
+    times = results["ms"].get("256 samples, depth 1", {})
+    return times["step"] / times["device works"] if "device works" in times else None
+
+
 SLEEP = ("level 2, 0.5 s: sleep", "level 2, 0.5 s: wake weights", "level 2, 0.5 s: wake kv_cache")
 RATIOS = (
     Ratio(
@@ -117,6 +122,11 @@ RATIOS = (
         ),
     ),
     Ratio(
+        "decode step of 256 samples, 0.5B / the device's work",
+        "bench_steps",
+        _step_over_work,
+    ),
+    Ratio(
         "switch of a 0.5B step, everything resident / step",
         "bench_switch",
         _switch_share("everything stays"),
@@ -147,6 +157,7 @@ ARGUMENTS = {
     "bench_backup": ["--cases", "pinned copy", "host, extents kept"],
     "bench_sync": ["--cases", "memsaver"],
     "bench_generate": [],
+    "bench_steps": [],
     "bench_switch": ["--steps", "5"],
     "bench_vllm": ["--quick", "--cycles", "0"],
 }

@@ -42,7 +42,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
         {"floors", "memsaver", "offloaded", "IPC buckets", *bench_sync.TWO},
     ),
     "bench_generate": ([], {"ms", "mismatch"}),
-    "bench_steps": ([], {"ms"}),
+    "bench_steps": ([], {"ms", "beside"}),
     "bench_exact": ([], {"decode", "prefill", "step"}),
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_vllm": ([], set()),
