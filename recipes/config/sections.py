@@ -134,7 +134,7 @@ class EngineSection:
         max_running: Largest number of requests that run together.
         max_prefill_tokens: Largest number of prompt tokens in one step.
         sleep_level: 1 keeps the weights on the host; 2 discards them, and every wake-up syncs them.
-        cuda_graphs: Whether decoding on a GPU runs as CUDA graphs.
+        cuda_graphs: Whether steps on a GPU run as CUDA graphs.
         kv_cache_dtype: Precision of the KV pool; auto: model.dtype.
         host_to_device_ratio: Size of the host tier, in multiples of the KV pool; 0: no host tier.
         preemption: With a host tier, how a sample makes room for others: its KV is swapped to the
