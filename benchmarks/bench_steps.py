@@ -7,7 +7,7 @@ of a step's work and the begin of the next one's, which events on the engine's s
 floor is the device's own work. A second table has the time between two tokens of 64 samples while
 64 prompts of 8,192 tokens are computed beside them, by `EngineConfig.mixed_prefill_tokens`.
 
-`--busy N` measures the first table beside N busy processes for each of the host's cores:
+`--busy N` measures the first table beside N busy processes for each core of this process:
 
     python -m benchmarks.bench_steps --shape qwen2.5-7b --busy 2
 """
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--busy", type=int, default=0, help="busy processes for each core")
     args = options.parse_args(arguments)
     scale = make_scale(args)
-    with busy_host(args.busy * (os.cpu_count() or 1)):
+    with busy_host(args.busy * len(os.sched_getaffinity(0))):
         decode = decode_steps(scale, args.shape)
     columns = ["step", "slowest", "host waits", "host works", "device idle", "device works"]
     results = {"ms": decode}

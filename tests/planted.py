@@ -189,7 +189,7 @@ BUGS = [
     ),
     Bug(
         "padding of a captured step begins before its prompts",
-        "rollout/running/graphs.py",
+        "rollout/running/graph_inputs.py",
         "rollout/test_attention.py",
         "requests[1, most:] = count",
         "requests[1, most:] = 0",

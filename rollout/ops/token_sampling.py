@@ -10,7 +10,7 @@ summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from rollout.ops.log_softmax import (
 _UNIFORM_BITS = 48  # fewer than the 53 of a double, so that u * total stays below total
 _DELIVERED = 1024  # tokens per program
 _SENT = 4096  # elements per program
+SLOTS = 3  # steps whose tokens may be unread, with the one that is launched
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
@@ -84,6 +85,12 @@ class SamplingBatch:
         return cls(
             heat, is_greedy, top, mass, places, any_random, rows if len(special) else None, tokens
         )
+
+    @classmethod
+    def plain(cls, temperature: Tensor, greedy: Tensor, counters: Tensor) -> "SamplingBatch":
+        """Return a batch without filters or forced tokens, of tensors on the device."""
+        none = counters.new_empty(0)
+        return cls(temperature, greedy, none, none.double(), counters, True, None, none)
 
     def only_special(self, rows: Tensor) -> "SamplingBatch":
         """Return the batch of `rows`, int64 [F], which are all special."""
@@ -229,6 +236,59 @@ class Sent(NamedTuple):
         return self.tokens.numpy(), self.logprobs.numpy()
 
 
+class HostResults(NamedTuple):
+    """Host memory for the tokens of the last steps of a graph, which fills its slots in turn."""
+
+    tokens: Tensor  # int64 [SLOTS, B]
+    logprobs: Tensor  # fp32 [SLOTS, B]
+    turn: Tensor  # int64 [1] on the device: number of steps so far
+
+    @classmethod
+    def of(cls, count: int, device: torch.device) -> Self:
+        """Allocate results of `count` rows."""
+        pinned = device.type == "cuda"
+        tokens = torch.zeros((SLOTS, count), dtype=torch.int64, pin_memory=pinned)
+        logprobs = torch.zeros((SLOTS, count), dtype=torch.float32, pin_memory=pinned)
+        return cls(tokens, logprobs, torch.zeros(1, dtype=torch.int64, device=device))
+
+    def add(
+        self,
+        tokens: Tensor,
+        logprobs: Tensor,
+        rows: Tensor,
+        last_tokens: Tensor,
+        positions: Tensor,
+        counters: Tensor,
+        impl: Impl = "auto",
+    ) -> None:
+        """End a step of B rows: fill the next slot, and go on to the next position.
+
+        Args:
+            tokens: The step's tokens, int64 [B].
+            logprobs: Their log-probabilities, fp32 [B].
+            rows: Rows of the request table, int64 [B].
+            last_tokens: Receives each row's token, int64 [rows of the table].
+            positions: Is increased by 1, int64 [B].
+            counters: Their last column is increased by 1, int64 [B, C].
+            impl: Implementation; "auto" uses Triton on a GPU.
+        """
+        count, (slots, width) = len(tokens), self.tokens.shape
+        if use_triton(impl, tokens.device):
+            with torch.cuda.device_of(tokens):
+                _end_step[(triton.cdiv(count, _DELIVERED),)](
+                    tokens, logprobs, self.tokens, self.logprobs, self.turn, rows, last_tokens,
+                    positions, counters, count, width, COUNTERS=counters.shape[1], SLOTS=slots,
+                    BLOCK=_DELIVERED,
+                )  # fmt: skip
+        else:
+            slot = int(self.turn) % slots
+            self.tokens[slot, :count], self.logprobs[slot, :count] = tokens, logprobs
+            last_tokens[rows] = tokens
+            positions += 1
+            counters[:, -1] += 1
+        self.turn.add_(1)
+
+
 def to_host(tokens: Tensor, logprobs: Tensor) -> Sent:
     """Start to copy both tensors to host memory, on the current stream.
 
@@ -275,6 +335,24 @@ def _deliver(  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(host_tokens + at, tl.load(tokens + at, mask=at < count), mask=at < count)
     tl.store(host_logprobs + at, tl.load(logprobs + at, mask=at < count), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _end_step(  # type: ignore[no-untyped-def]
+    tokens, logprobs, host_tokens, host_logprobs, turn, rows, last_tokens, positions, counters,
+    count, width, COUNTERS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute `HostResults.add`, except for the turn. Programs: (block of rows)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    to = tl.load(turn) % SLOTS * width + at
+    token = tl.load(tokens + at, mask=inside)
+    tl.store(host_tokens + to, token, mask=inside)
+    tl.store(host_logprobs + to, tl.load(logprobs + at, mask=inside), mask=inside)
+    tl.store(last_tokens + tl.load(rows + at, mask=inside), token, mask=inside)
+    tl.store(positions + at, tl.load(positions + at, mask=inside) + 1, mask=inside)
+    counter = counters + at * COUNTERS + COUNTERS - 1
+    tl.store(counter, tl.load(counter, mask=inside) + 1, mask=inside)
 
 
 @triton.jit

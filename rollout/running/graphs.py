@@ -1,8 +1,9 @@
 """CUDA graphs of steps, captured once for a ladder of sizes.
 
-`DecodeGraphs` compute one token of each request, and `PromptGraphs` also parts of prompts: a step
-has hundreds of launches, which take the host longer than they take the device if they are few rows
-of a small model.
+`DecodeGraphs` compute and choose one token of each request. While the requests stay the same, a
+step needs nothing from the host but its launch. `PromptGraphs` also compute parts of prompts. A
+step has hundreds of launches, which would take the host longer than the device, except for many
+rows of a large model.
 
 All memory that a graph allocates lies on tag `cuda_graph`. A replay reads the weights, the KV
 cache, buffers outside of every tag (inputs, last tokens, rotary tables, the request table, buffers
@@ -26,11 +27,13 @@ from torch import Tensor
 from kvcache.allocators import Int64Array
 from memsaver import MemorySaver
 from memsaver.memory import clear_workspaces
+from rollout.ops.token_sampling import SLOTS, HostResults, Sent
 from rollout.ops.torch_attention import BatchShape
+from rollout.running.graph_inputs import DecodeInputs, GraphInputs, pack_decodes, pack_prompts
 from rollout.tag_names import CUDA_GRAPH
 
-Decode = Callable[[Tensor, Tensor, Tensor], None]
-"""(positions, rows: int64 [B]; logits [B, vocab], the output) -> None.
+Decode = Callable[[DecodeInputs, Tensor, HostResults], None]
+"""(inputs of B rows; logits [B, vocab] and next tokens, the outputs) -> None.
 
 The function only launches work, and never waits for the device.
 """
@@ -58,38 +61,6 @@ def token_ladder(most: int) -> tuple[int, ...]:
         sizes.append(size)
         size += max(64, 1 << size.bit_length() - 4)  # an eighth of the power of two below
     return (*sizes, most) if most else ()
-
-
-def pack_prompts(
-    ids: Int64Array, positions: Int64Array, shape: BatchShape, size: int, most: int
-) -> Int64Array:
-    """Pack a step of at most `size` tokens and `most` requests of either kind for a replay.
-
-    Args:
-        ids: Tokens of the prompts; those of decoding samples are on the device.
-        positions: Position of every token, decoding samples first.
-        shape: Shape of the step.
-        size: Tokens of the graph.
-        most: Decode requests of the graph, and prefill chunks.
-
-    Returns:
-        `tokens` [3, size], then `requests` [4, 2 * most], flattened. The first has the id of each
-        token (-1: the row's last token), its position and its row; padding is token 0 of row 0. The
-        second is `TritonPlan.meta`.
-    """
-    packed = np.zeros(3 * size + 8 * most, dtype=np.int64)
-    tokens, requests = packed[: 3 * size].reshape(3, size), packed[3 * size :].reshape(4, -1)
-    decoding, count = shape.num_decode, len(positions)
-    tokens[0, :decoding] = -1
-    tokens[0, decoding:count] = ids
-    tokens[1, :count] = positions
-    tokens[2, :count] = np.repeat(shape.rows, shape.q_lens)
-    numbers = np.array([shape.rows, shape.q_lens, shape.kv_lens, shape.q_lens])
-    numbers[1] = np.cumsum(numbers[3]) - numbers[3]
-    requests[1, most:] = count  # of padding
-    requests[:, :decoding] = numbers[:, :decoding]
-    requests[:, most : most + numbers.shape[1] - decoding] = numbers[:, decoding:]
-    return packed
 
 
 class GraphPool:
@@ -129,27 +100,6 @@ class GraphPool:
         return graph
 
 
-class _Inputs:
-    """Numbers that a graph reads, int64 at a fixed address."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        # Two buffers, because the step before may still wait for the copy from its own.
-        self._host = torch.zeros((2, count), dtype=torch.int64, pin_memory=True)
-        self._copied = [torch.cuda.Event(), torch.cuda.Event()]
-        self.on_device = torch.zeros(count, dtype=torch.int64, device=device)
-        self._turn = 0
-
-    def send(self, values: Int64Array) -> None:
-        """Copy the numbers to the device, in the order of the current stream."""
-        self._turn = 1 - self._turn
-        copied = self._copied[self._turn]
-        copied.synchronize()
-        host = self._host[self._turn, : len(values)]
-        host.numpy()[:] = values
-        self.on_device[: len(host)].copy_(host, non_blocking=True)
-        copied.record(torch.cuda.current_stream(self.on_device.device))
-
-
 class DecodeGraphs:
     """CUDA graphs of decode steps, one per batch size.
 
@@ -170,7 +120,8 @@ class DecodeGraphs:
         """Capture `decode` for each batch size, with logits [size, vocab_size] of `dtype`."""
         self.sizes = tuple(sorted(set(sizes)))
         largest, saver = self.sizes[-1], pool.saver
-        self._inputs = _Inputs(2 * largest, saver.device)
+        self._inputs = GraphInputs(DecodeInputs.words(largest), saver.device)
+        self._results = HostResults.of(largest, saver.device)
         self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool = pool  # assigned after _graphs, to be dropped after them
@@ -178,9 +129,12 @@ class DecodeGraphs:
         with _no_collection():
             # The largest graph first: smaller graphs fit into the memory that it frees.
             for size in reversed(self.sizes):
-                positions, rows = self._inputs.on_device[: 2 * size].view(2, size)
-                run = partial(decode, positions, rows, self._logits[:size])
+                none = np.empty(0, dtype=np.int64)
+                self._inputs.send(pack_decodes(none, none, none.reshape(0, 3), none, size))
+                inputs = DecodeInputs.of(self._inputs.on_device, size)
+                run = partial(decode, inputs, self._logits[:size], self._results)
                 self._graphs[size] = pool.capture(run, f"{size} requests")
+        self._results.turn.zero_()  # captures have run steps
 
     @property
     def max_batch(self) -> int:
@@ -191,16 +145,30 @@ class DecodeGraphs:
         inputs = self._inputs.on_device.data_ptr()
         return {"inputs": inputs, "logits": self._logits.data_ptr()}
 
-    def replay(self, positions: Int64Array, rows: Int64Array) -> Tensor:
-        """Return the logits [n, vocab] of n requests' next tokens, valid until the next replay."""
-        count = len(rows)
-        size = self.sizes[bisect_left(self.sizes, count)]
-        staged = np.zeros((2, size), dtype=np.int64)
-        staged[:, :count] = positions, rows
-        self._inputs.send(staged.reshape(-1))
-        self._graphs[size].replay()
+    def padded(self, count: int) -> int:
+        """Return the rows of the graph that computes `count` rows."""
+        return self.sizes[bisect_left(self.sizes, count)]
+
+    def replay(self, count: int, packed: Int64Array | None) -> tuple[Tensor, Sent]:
+        """Compute and choose the next tokens of `count` rows.
+
+        Args:
+            count: Number of rows.
+            packed: Result of `pack_decodes`; None: the rows of the last replay go on.
+
+        Returns:
+            The logits [count, vocab], valid until the next replay, and the tokens, until as many
+            replays later as `HostResults` has slots.
+        """
+        if packed is not None:
+            self._inputs.send(packed)
+        self._graphs[self.padded(count)].replay()
+        slot = self.replays % SLOTS
         self.replays += 1
-        return self._logits[:count]
+        copied = torch.cuda.current_stream(self._logits.device).record_event()
+        results = self._results
+        sent = Sent(results.tokens[slot, :count], results.logprobs[slot, :count], copied)
+        return self._logits[:count], sent
 
 
 class PromptGraphs:
@@ -223,7 +191,7 @@ class PromptGraphs:
         """Capture `compute` for each number of tokens, of at most `max_running` requests."""
         self.sizes, self._max_running = tuple(sizes), max_running
         largest, saver = self.sizes[-1], pool.saver
-        self._inputs = _Inputs(3 * largest + 8 * self._requests(largest), saver.device)
+        self._inputs = GraphInputs(3 * largest + 8 * self._requests(largest), saver.device)
         self._hidden = saver.empty((largest, hidden_size), dtype, tag=CUDA_GRAPH)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool = pool  # assigned after _graphs, to be dropped after them

@@ -17,10 +17,18 @@ from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import Decoder, ModelConfig
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
 from rollout.ops.row_wise import linear, row_invariant_products
-from rollout.ops.token_sampling import SamplingBatch, Sent, likeliest, sample, to_host
+from rollout.ops.token_sampling import (
+    HostResults,
+    SamplingBatch,
+    Sent,
+    likeliest,
+    sample,
+    to_host,
+)
 from rollout.ops.torch_attention import BatchShape, plan_torch
 from rollout.ops.triton_attention import TritonPlan, plan_decode, plan_triton
 from rollout.parallel import TensorParallel
+from rollout.running.graph_inputs import DecodeInputs, pack_decodes
 from rollout.running.graphs import DecodeGraphs, GraphPool, PromptGraphs
 from rollout.running.step_routing import RoutingRecorder
 from rollout.scheduling.kv_cache import Cache
@@ -32,13 +40,13 @@ _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 """(window, mapping) -> where attention finds the tokens, see `plan_torch`."""
 
 
-class _Batch(NamedTuple):
-    """What the device needs to sample the next tokens of `rows`, rows of the request table."""
+class _Replayed(NamedTuple):
+    """A decode step that ran as a graph, which draws tokens without filters."""
 
     rows: Int64Array
-    places: Tensor  # `rows` on the device
-    sampling: SamplingBatch
-    forced: bool  # whether a token is forced
+    positions: Int64Array
+    plain: bool  # whether no row has filters or had a forced token when the rows were sent
+    sent: Sent  # the graph's tokens
 
 
 class ModelRunner:
@@ -78,7 +86,7 @@ class ModelRunner:
         self._triton = use_triton(attention, self.device)
         self._rows = rows
         self.last_tokens = torch.zeros(self._table.size + 1, dtype=torch.int64, device=self.device)
-        self._last_batch: _Batch | None = None
+        self._replayed: _Replayed | None = None  # by the last forward
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.recorder: RoutingRecorder | None = None
@@ -121,10 +129,11 @@ class ModelRunner:
         The logits are valid until the next call.
         """
         self._tell_last(step.rows[~self._rows.on_device[step.rows]])
+        last, self._replayed = self._replayed, None
         if self.graphs is not None and not step.chunks and len(step.rows) <= self.graphs.max_batch:
             for load in step.loads:
                 load.wait()
-            return self.graphs.replay(step.lengths - 1, step.rows)
+            return self._replay(self.graphs, step, last)
         ids, positions, ends, shape = _pack(step)
         graphs = self.prompt_graphs
         if graphs is not None and len(positions) <= graphs.max_tokens and not step.loads:
@@ -153,6 +162,24 @@ class ModelRunner:
             part = linear(hidden[at], self.decoder.lm_head)
         return self.ranks.join(part, self.config.vocab_size)
 
+    def _replay(self, graphs: DecodeGraphs, step: Step, last: _Replayed | None) -> Tensor:
+        """Return the logits of a decode step, which begins from the inputs that the last one left.
+
+        The scheduler makes a new array for each change of the samples that decode.
+        """
+        rows, positions, count = step.rows, step.lengths - 1, len(step.rows)
+        if last and last.rows is rows and np.array_equal(last.positions + 1, positions):
+            logits, sent = graphs.replay(count, None)
+            self._replayed = last._replace(positions=positions, sent=sent)
+            return logits
+        given = self._rows.sampling(rows)
+        heat, forced = given["temperature"], given["forced"] >= 0
+        filtered = (heat > 0) & ((given["top_k"] > 0) | (given["top_p"] < 1))
+        packed = pack_decodes(positions, rows, given["counters"], heat, graphs.padded(count))
+        logits, sent = graphs.replay(count, packed)
+        self._replayed = _Replayed(rows, positions, not (filtered | forced).any(), sent)
+        return logits
+
     def _tell_last(self, rows: Int64Array) -> None:
         """Send last tokens that the device has not chosen: of beams, and after a swap."""
         if len(rows):
@@ -160,8 +187,12 @@ class ModelRunner:
             places, tokens = to_device(np.stack([rows, np.array(last)]), self.device)
             self.last_tokens[places] = tokens
 
-    def decode(self, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
-        """Compute one token of each request from device tensors only, as a graph records it."""
+    def decode(self, inputs: DecodeInputs, logits: Tensor, results: HostResults) -> None:
+        """Compute and draw the next token of each row from device tensors only, for a graph.
+
+        `logits` [B, vocab] and `results` receive the logits and the tokens.
+        """
+        positions, rows, counters, temperature, greedy = inputs
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
         batch = self._batch(
@@ -175,6 +206,9 @@ class ModelRunner:
             linear(hidden, head, out=logits)
         else:
             logits.copy_(self.ranks.join(linear(hidden, head), self.config.vocab_size))
+        sampling = SamplingBatch.plain(temperature, greedy, counters)
+        drawn = sample(logits, sampling, choices=self.config.choices)
+        results.add(*drawn, rows, self.last_tokens, positions, counters)
 
     def compute(self, tokens: Tensor, requests: Tensor, hidden: Tensor) -> None:
         """Compute decodes and parts of prompts from device tensors only, as a graph records it.
@@ -216,30 +250,16 @@ class ModelRunner:
         `logits` are the result of `forward`, and `at` has each row's place in them. Several rows
         may use the same place. The next step continues from these tokens.
         """
-        batch = self._next_batch(rows)
+        replayed = self._replayed
+        if replayed is not None and replayed.plain and replayed.rows is rows:
+            self._rows.launched(rows)
+            return replayed.sent
+        sampling = SamplingBatch.build(**self._rows.sampling(rows), device=self.device)
         chosen = self._chosen(logits, at)
-        tokens, logprobs = sample(chosen, batch.sampling, choices=self.config.choices)
-        self.last_tokens[batch.places] = tokens
+        tokens, logprobs = sample(chosen, sampling, choices=self.config.choices)
+        self.last_tokens.index_copy_(0, to_device(rows, self.device), tokens)
         self._rows.launched(rows)
         return to_host(tokens, logprobs)
-
-    def _next_batch(self, rows: Int64Array) -> _Batch:
-        """Return what the device needs to sample `rows`; nothing is sent while they stay the same.
-
-        The scheduler makes a new array for each change of the samples that decode.
-        """
-        last = self._last_batch
-        if last is not None and last.rows is rows and not last.forced:
-            last.sampling.counters[:, 2] += 1  # the position
-            return last
-        parameters = self._rows.sampling(rows)
-        self._last_batch = _Batch(
-            rows=rows,
-            places=to_device(rows, self.device),
-            sampling=SamplingBatch.build(**parameters, device=self.device),
-            forced=bool((parameters["forced"] >= 0).any()),
-        )
-        return self._last_batch
 
     def wait(self) -> None:
         """Wait until all that was launched has been computed, and experts have arrived."""

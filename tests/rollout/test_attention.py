@@ -15,7 +15,8 @@ from rollout.ops import attention_kernels as kernels
 from rollout.ops import torch_attention as attention_module
 from rollout.ops.torch_attention import MAX_BUCKET_TOKENS, BatchShape, StoredKV, plan_torch
 from rollout.ops.triton_attention import TritonPlan, plan_decode, plan_triton, triton_attention
-from rollout.running.graphs import pack_prompts, token_ladder
+from rollout.running.graph_inputs import pack_prompts
+from rollout.running.graphs import token_ladder
 from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import CLOSE
 from tests.helpers.rollout.attention import paged_attention, plan_attention, round_products_once

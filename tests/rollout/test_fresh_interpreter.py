@@ -87,7 +87,7 @@ for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
         attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut, windowed=True))
 
 FP32 = "cos sin temperature falls chosen peaks masses logprobs host_logprobs".split()
-INT64 = ["target", "positions", "slots", "counters", "tokens", "host_tokens"]
+INT64 = "target positions slots counters tokens host_tokens last_tokens turn".split()
 ELEMENTS = "x residual weight out total gate_up q k v k_cache v_cache logits".split()
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
 KEYS = HEADS | dict(VALUE_DIM=0, BLOCK_V=0)
@@ -104,6 +104,7 @@ FUSED = [
     (sampling._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
     (sampling._score, dict(BLOCKS=128)),
     (sampling._deliver, dict(BLOCK=1024)),
+    (sampling._end_step, dict(COUNTERS=3, SLOTS=3, BLOCK=1024)),
     (token_scores._reduce, dict(BLOCK=2048)),
     (token_scores._combine, dict(BLOCKS=128)),
 ]
@@ -113,7 +114,7 @@ for kernel, constants in FUSED:
                  **dict.fromkeys(INT64, "*i64"), **dict.fromkeys(ELEMENTS, element)}
         scores = kernel.__module__ == "trainer_bridge.ops.token_scores"
         types |= dict(temperature="fp32", out="*fp32") if scores else {}
-        types |= {"rows": "*i64"} if kernel is sampling._score else {}
+        types |= {"rows": "*i64"} if kernel in (sampling._score, sampling._end_step) else {}
         sampler = scores or kernel.__module__ == "rollout.ops.token_sampling"
         options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
@@ -166,7 +167,7 @@ def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -
 
 def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
     shared = [int(line[2]) for line in printed if line[0] == "fused"]
-    assert len(shared) == 14 * len(DTYPES) and max(shared) < 48 * 1024
+    assert len(shared) == 15 * len(DTYPES) and max(shared) < 48 * 1024
 
 
 def test_kernels_of_experts_compile(printed: list[list[str]]) -> None:

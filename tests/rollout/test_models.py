@@ -6,17 +6,18 @@ CUDA graphs.
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from kvcache.allocators import Int64Array
 from rollout import Completion, Engine, Output, SamplingParams
+from rollout.ops.token_sampling import SLOTS, HostResults, Sent
 from rollout.ops.torch_attention import BatchShape
-from rollout.running.graphs import pack_prompts
+from rollout.running.graph_inputs import DecodeInputs, pack_prompts
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.rollout.answers import LLAMA3, YARN, check, ids, random_prompts
@@ -230,16 +231,25 @@ class Unrecorded:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.replays = 0
+        self.results = HostResults.of(self.max_batch, runner.device)
+        self.replays = self.continued = 0
 
-    def replay(self, positions: Int64Array, rows: Int64Array) -> torch.Tensor:
-        device = self.runner.device
-        padding = ((0, 0), (0, self.max_batch - len(rows)))
-        inputs = torch.tensor(np.pad(np.stack([positions, rows]), padding), device=device)
+    def padded(self, count: int) -> int:
+        return self.max_batch
+
+    def replay(self, count: int, packed: Int64Array | None) -> tuple[torch.Tensor, Sent]:
+        device, slot = self.runner.device, self.replays % SLOTS
+        if packed is None:
+            self.continued += 1
+        else:
+            self.packed = torch.tensor(packed, device=device)
         logits = torch.zeros((self.max_batch, self.runner.config.vocab_size), device=device)
-        self.runner.decode(*inputs, logits)
+        inputs = DecodeInputs.of(self.packed, self.max_batch)
+        self.runner.decode(inputs, logits, self.results)
         self.replays += 1
-        return logits[: len(rows)]
+        sent = Sent(self.results.tokens[slot, :count], self.results.logprobs[slot, :count])
+        self.runner.wait()
+        return logits[:count], sent
 
 
 class UnrecordedPrompts:
@@ -294,8 +304,36 @@ def test_triton_path_equals_transformers(
     engine.runner.graphs, engine.runner.prompt_graphs = replacement, prompts_too
     poison(engine)
     prompts = random_prompts((1, 41))
-    check(model, prompts, answer(engine, prompts, SamplingParams(max_tokens=3, temperature=0, n=2)))
-    assert not graphs or (replacement.replays > 1 and prompts_too.replays > 1)
+    check(model, prompts, answer(engine, prompts, SamplingParams(max_tokens=5, temperature=0, n=2)))
+    assert not graphs or min(replacement.replays, prompts_too.replays) > 1 < replacement.continued
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_graphs_choose_the_tokens_of_steps_without_graphs(saved: Saved, depth: int) -> None:
+    """Compare drawn, greedy, filtered and forced tokens that a graph and the host's steps choose.
+
+    Requests end at different steps, so that a graph goes on with its rows, and gets others.
+    """
+    path, _ = saved("qwen3", head_dim=32, num_hidden_layers=1)
+    plain = SamplingParams(temperature=0.9, seed=1, max_tokens=9)
+    params = [plain, replace(plain, temperature=0, max_tokens=6), replace(plain, n=2)]
+    others = replace(plain, top_p=0.7, max_tokens=4), replace(plain, forced=(5, 6), max_tokens=3)
+    answers = []
+    for graphs in (True, False):
+        engine = Engine.from_pretrained(
+            path, kv_tokens=256, page_size=4, attention="triton", cuda_graphs=False
+        )
+        engine.steps.depth = depth
+        replacement: Any = Unrecorded(engine.runner) if graphs else None
+        engine.runner.graphs = replacement
+        poison(engine)
+        answers += [
+            engine.generate(random_prompts((3, 9, 5)[: len(several)]), several)
+            for several in (params, others)
+        ]
+        assert not graphs or 0 < replacement.continued < replacement.replays
+        check_idle(engine)
+    assert answers[:2] == answers[2:]
 
 
 # ---------------------------------------------------------------- pages and windows

@@ -10,7 +10,15 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.ops.token_sampling import SamplingBatch, keep_top, sample, uniform, uniform_at
+from rollout.ops.token_sampling import (
+    SLOTS,
+    HostResults,
+    SamplingBatch,
+    keep_top,
+    sample,
+    uniform,
+    uniform_at,
+)
 from tests.helpers.case_selection import some
 
 Row = tuple[float, int, float, tuple[int, int, int]]
@@ -249,3 +257,30 @@ def test_only_the_first_choices_are_sampled_with_log_probs_over_all(
     drawn, _ = sample(x, filtered, impl, choices=choices)  # type: ignore[arg-type]
     ranked = few.gather(1, drawn[:, None]) <= few
     assert (drawn < choices).all() and (ranked.sum(1) <= 5).all()
+
+
+def test_steps_of_a_graph_fill_the_slots_of_their_results_in_turn(triton_device: str) -> None:
+    """Both implementations tell the host the last steps' tokens, and go on to the next position."""
+    generator, count, seen = torch.Generator().manual_seed(0), 5, []
+    for impl in ("torch", "triton"):
+        device, state = torch.device(triton_device), dict[str, torch.Tensor]()
+        results = HostResults.of(count + 3, device)
+        state["rows"] = torch.tensor([3, 1, 0, 0, 2], device=device)  # two rows are padding
+        state["last_tokens"] = torch.zeros(6, dtype=torch.int64, device=device)
+        state["positions"] = torch.arange(count, device=device)
+        state["counters"] = torch.arange(3 * count, device=device).view(count, 3)
+        generator.manual_seed(0)
+        for step in range(SLOTS + 2):
+            tokens = torch.randint(99, (count,), generator=generator).to(device)
+            tokens[3] = tokens[2]
+            logprobs = torch.rand(count, generator=generator).to(device)
+            results.add(tokens, logprobs, **state, impl=impl)  # type: ignore[arg-type]
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            slot = step % SLOTS
+            assert torch.equal(results.tokens[slot, :count], tokens.cpu())
+            assert torch.equal(results.logprobs[slot, :count], logprobs.cpu())
+            assert torch.equal(state["last_tokens"][state["rows"]], tokens)
+        assert int(results.turn) == SLOTS + 2
+        seen.append([*(tensor.cpu() for tensor in (*results[:2], *state.values()))])
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
