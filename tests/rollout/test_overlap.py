@@ -33,11 +33,15 @@ Request = tuple[int, list[int], SamplingParams]  # (step before which it comes, 
 
 def overlapped(engine: Engine, depth: int) -> Engine:
     engine.steps.depth = depth
-    usual = engine.runner.forward
+    usual, last_tokens = engine.runner.forward, engine.runner.last_tokens
 
     def forward(step: Step) -> torch.Tensor:
+        read = last_tokens[step.rows].clone()
+        last_tokens.fill_(1)
+        last_tokens[step.rows] = read
         logits = usual(step).clone()  # two steps may be hidden
-        engine.runner.last_tokens.fill_(1)
+        if engine.graphs is None:  # a graph has written the next tokens already
+            last_tokens.fill_(1)
         return logits
 
     engine.runner.forward = forward  # type: ignore[method-assign]
