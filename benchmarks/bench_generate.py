@@ -51,7 +51,7 @@ def measure(
         engine = Engine.from_pretrained(
             folder, device=scale.device, dtype=torch.bfloat16, max_running=batch,
             kv_tokens=batch * (prompt + answer + 16),
-            max_prefill_tokens=8192, max_context_len=512, cuda_graphs=graphs,
+            max_prefill_tokens=4096, max_context_len=512, cuda_graphs=graphs,
             prefix_cache=False,  # every round computes its prompts
         )  # fmt: skip
         for kind, temperature in (("sampled", 1.0), ("greedy", 0.0)):

@@ -235,7 +235,7 @@ class Native(Ours):
             kv_tokens=size.kv_tokens,
             max_running=SEQUENCES,
             max_context_len=size.context,
-            max_prefill_tokens=8192,
+            max_prefill_tokens=4096,
             prefix_cache=False,
         )
         drawn = (

@@ -180,9 +180,9 @@ class EngineConfig:
         graph_batch_sizes: Batch sizes of decode steps that are captured. Smaller batches are padded
             to the next size, larger ones run without a graph. None: a ladder of sizes up to
             `max_running`.
-        graph_tokens: Tokens of the largest captured step with prompts; 0: none is captured. Their
-            graphs take the memory of one layer's activations of so many tokens. Ranks that share a
-            model run such steps without a graph.
+        graph_prefill_tokens: Steps with at most so many prompt tokens are captured, too; 0: none.
+            Their graphs take the memory of one layer's activations of such a step. Ranks that share
+            a model run these steps without a graph.
         prefix_cache: Reuse the pages of earlier prompts with the same beginning. Always off in
             models with sliding layers and with double sparsity.
         prefix_states: Number of prompts whose states the prefix cache keeps, in a model with linear
@@ -226,7 +226,7 @@ class EngineConfig:
     double_sparsity: DoubleSparsity | None = None
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None
-    graph_tokens: int = 4096
+    graph_prefill_tokens: int = 4096
     prefix_cache: bool = True
     prefix_states: int = 16
     elastic: bool = False
@@ -244,7 +244,6 @@ class EngineConfig:
         check_counts(self, *counts, "tensor_parallel_size", "expert_parallel")
         given = ("kv_tokens", "mixed_prefill_tokens")
         check_counts(self, *(key for key in given if getattr(self, key) is not None))
-        check_counts(self, "prefix_states", least=0)
         for key in ("kv_tokens", "window_tokens"):
             whole = round_up(getattr(self, key) or 0, self.page_size)
             rule = f"is not a multiple of page_size={self.page_size}; use {key}={whole}"
@@ -264,7 +263,7 @@ class EngineConfig:
             rule = "must be batch sizes of at least 1; use cuda_graphs=False for no graphs"
             least = min(self.graph_batch_sizes, default=0)
             check_option(self, "graph_batch_sizes", least > 0, rule)
-        check_counts(self, "graph_tokens", least=0)
+        check_counts(self, "prefix_states", "graph_prefill_tokens", least=0)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -294,9 +293,9 @@ class EngineConfig:
     @property
     def captured_tokens(self) -> int:
         """Return the tokens of the largest captured step with prompts; 0: none is captured."""
-        if not self.cuda_graphs or self.tensor_parallel_size > 1:
-            return 0
-        return min(self.graph_tokens, self.max_running + self.max_prefill_tokens)
+        prompts = min(self.graph_prefill_tokens, self.max_prefill_tokens)
+        captured = self.cuda_graphs and self.tensor_parallel_size == 1 and prompts
+        return self.max_running + prompts if captured else 0
 
     @property
     def state_slots(self) -> int:

@@ -137,7 +137,7 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
             path, "cuda:0", **{**ENGINE, "max_running": 40}, cuda_graphs=graphs, **sizes
         )
         for graphs, sizes in (
-            (True, {"graph_batch_sizes": (1, 2, 4, 8, 16), "graph_tokens": 100}),
+            (True, {"graph_batch_sizes": (1, 2, 4, 8, 16), "graph_prefill_tokens": 60}),
             (False, {}),
         )
     ]

@@ -306,7 +306,9 @@ def to_host(tokens: Tensor, logprobs: Tensor) -> Sent:
         _deliver[(triton.cdiv(count, _DELIVERED),)](
             tokens, logprobs, host_tokens, host_logprobs, count, BLOCK=_DELIVERED
         )
-        return Sent(host_tokens, host_logprobs, torch.cuda.current_stream().record_event())
+        copied = torch.cuda.Event(blocking=True)  # a thread that sleeps gets a busy core sooner
+        copied.record()
+        return Sent(host_tokens, host_logprobs, copied)
 
 
 def send(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:

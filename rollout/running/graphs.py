@@ -122,6 +122,8 @@ class DecodeGraphs:
         largest, saver = self.sizes[-1], pool.saver
         self._inputs = GraphInputs(DecodeInputs.words(largest), saver.device)
         self._results = HostResults.of(largest, saver.device)
+        # Whoever waits for a blocking event sleeps, and gets a busy core sooner.
+        self._chosen = [torch.cuda.Event(blocking=True) for _ in range(SLOTS)]
         self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool = pool  # assigned after _graphs, to be dropped after them
@@ -165,9 +167,9 @@ class DecodeGraphs:
         self._graphs[self.padded(count)].replay()
         slot = self.replays % SLOTS
         self.replays += 1
-        copied = torch.cuda.current_stream(self._logits.device).record_event()
-        results = self._results
-        sent = Sent(results.tokens[slot, :count], results.logprobs[slot, :count], copied)
+        self._chosen[slot].record(torch.cuda.current_stream(self._logits.device))
+        tokens, logprobs, _ = self._results
+        sent = Sent(tokens[slot, :count], logprobs[slot, :count], self._chosen[slot])
         return self._logits[:count], sent
 
 
