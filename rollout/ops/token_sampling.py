@@ -263,12 +263,14 @@ class HostResults(NamedTuple):
     ) -> None:
         """End a step of B rows: fill the next slot, and go on to the next position.
 
+        Rows 0 are padding, and keep theirs.
+
         Args:
             tokens: The step's tokens, int64 [B].
             logprobs: Their log-probabilities, fp32 [B].
             rows: Rows of the request table, int64 [B].
             last_tokens: Receives each row's token, int64 [rows of the table].
-            positions: Is increased by 1, int64 [B].
+            positions: Are increased by 1, int64 [B].
             counters: Their last column is increased by 1, int64 [B, C].
             impl: Implementation; "auto" uses Triton on a GPU.
         """
@@ -284,7 +286,7 @@ class HostResults(NamedTuple):
             slot = int(self.turn) % slots
             self.tokens[slot, :count], self.logprobs[slot, :count] = tokens, logprobs
             last_tokens[rows] = tokens
-            positions += 1
+            positions += rows != 0
             counters[:, -1] += 1
         self.turn.add_(1)
 
@@ -351,8 +353,10 @@ def _end_step(  # type: ignore[no-untyped-def]
     token = tl.load(tokens + at, mask=inside)
     tl.store(host_tokens + to, token, mask=inside)
     tl.store(host_logprobs + to, tl.load(logprobs + at, mask=inside), mask=inside)
-    tl.store(last_tokens + tl.load(rows + at, mask=inside), token, mask=inside)
-    tl.store(positions + at, tl.load(positions + at, mask=inside) + 1, mask=inside)
+    row = tl.load(rows + at, mask=inside)
+    tl.store(last_tokens + row, token, mask=inside)
+    position = tl.load(positions + at, mask=inside)
+    tl.store(positions + at, tl.where(row == 0, position, position + 1), mask=inside)
     counter = counters + at * COUNTERS + COUNTERS - 1
     tl.store(counter, tl.load(counter, mask=inside) + 1, mask=inside)
 

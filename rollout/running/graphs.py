@@ -76,11 +76,19 @@ class GraphPool:
         self._stream = torch.cuda.Stream(saver.device)
         self.captures = 0
 
-    def capture(self, run: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
-        """Capture `run`, which is called twice. The memory that it reads is mapped.
+    def capture(
+        self, sizes: Sequence[int], step: Callable[[int], Callable[[], None]], unit: str
+    ) -> dict[int, torch.cuda.CUDAGraph]:
+        """Capture a graph of each size; `sizes` ascend.
 
-        A torch.OutOfMemoryError gets a note that says `what` was captured.
+        `step` returns what the graph of a size does, which is done twice. The memory that it reads
+        must be mapped. A torch.OutOfMemoryError gets a note that names the size in `unit`.
         """
+        with _no_collection():
+            # The largest graph first: smaller graphs fit into the memory that it frees.
+            return {size: self._capture(step(size), f"{size} {unit}") for size in reversed(sizes)}
+
+    def _capture(self, run: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
         stream = self._stream
         try:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -125,18 +133,16 @@ class DecodeGraphs:
         # Whoever waits for a blocking event sleeps, and gets a busy core sooner.
         self._chosen = [torch.cuda.Event(blocking=True) for _ in range(SLOTS)]
         self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs = pool.capture(self.sizes, partial(self._step, decode), "requests")
         self.pool = pool  # assigned after _graphs, to be dropped after them
-        self.replays = 0
-        with _no_collection():
-            # The largest graph first: smaller graphs fit into the memory that it frees.
-            for size in reversed(self.sizes):
-                none = np.empty(0, dtype=np.int64)
-                self._inputs.send(pack_decodes(none, none, none.reshape(0, 3), none, size))
-                inputs = DecodeInputs.of(self._inputs.on_device, size)
-                run = partial(decode, inputs, self._logits[:size], self._results)
-                self._graphs[size] = pool.capture(run, f"{size} requests")
         self._results.turn.zero_()  # captures have run steps
+        self.replays = 0
+
+    def _step(self, decode: Decode, size: int) -> Callable[[], None]:
+        none = np.empty(0, dtype=np.int64)
+        self._inputs.send(pack_decodes(none, none, none.reshape(0, 3), none, size))
+        inputs = DecodeInputs.of(self._inputs.on_device, size)
+        return partial(decode, inputs, self._logits[:size], self._results)
 
     @property
     def max_batch(self) -> int:
@@ -195,15 +201,14 @@ class PromptGraphs:
         largest, saver = self.sizes[-1], pool.saver
         self._inputs = GraphInputs(3 * largest + 8 * self._requests(largest), saver.device)
         self._hidden = saver.empty((largest, hidden_size), dtype, tag=CUDA_GRAPH)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs = pool.capture(self.sizes, partial(self._step, compute), "tokens")
         self.pool = pool  # assigned after _graphs, to be dropped after them
         self.replays = 0
-        with _no_collection():
-            for size in reversed(self.sizes):
-                packed = self._inputs.on_device[: 3 * size + 8 * self._requests(size)]
-                tokens, requests = packed[: 3 * size].view(3, -1), packed[3 * size :].view(4, -1)
-                run = partial(compute, tokens, requests, self._hidden[:size])
-                self._graphs[size] = pool.capture(run, f"{size} tokens")
+
+    def _step(self, compute: Compute, size: int) -> Callable[[], None]:
+        packed = self._inputs.on_device[: 3 * size + 8 * self._requests(size)]
+        tokens, requests = packed[: 3 * size].view(3, -1), packed[3 * size :].view(4, -1)
+        return partial(compute, tokens, requests, self._hidden[:size])
 
     def _requests(self, size: int) -> int:
         return min(size, self._max_running)

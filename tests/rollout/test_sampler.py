@@ -282,5 +282,6 @@ def test_steps_of_a_graph_fill_the_slots_of_their_results_in_turn(triton_device:
             assert torch.equal(results.logprobs[slot, :count], logprobs.cpu())
             assert torch.equal(state["last_tokens"][state["rows"]], tokens)
         assert int(results.turn) == SLOTS + 2
+        assert state["positions"].tolist() == [5, 6, 2, 3, 9]
         seen.append([*(tensor.cpu() for tensor in (*results[:2], *state.values()))])
     assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
