@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-losses bench-gate
+BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-update bench-switch bench-vllm bench-losses bench-gate
 
 .PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist environment plans soak test-gpu test-gpus $(BENCHES) clean
 
@@ -130,6 +130,9 @@ bench-sync:
 bench-rollout:
 	$(GPU) -m benchmarks.bench_generate --out $(OUT)
 	$(GPU) -m benchmarks.bench_steps --out $(OUT)
+
+bench-update:
+	$(GPU) -m benchmarks.bench_update --out $(OUT)
 
 bench-switch:
 	$(GPU) -m benchmarks.bench_switch --out $(OUT)

@@ -45,6 +45,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_steps": ([], {"ms", "beside"}),
     "bench_exact": ([], {"decode", "prefill", "step"}),
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
+    "bench_update": ([], {"updates"}),
     "bench_vllm": ([], set()),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # these count bytes of the whole device
