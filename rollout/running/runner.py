@@ -193,15 +193,9 @@ class ModelRunner:
         `logits` [B, vocab] and `results` receive the logits and the tokens.
         """
         positions, rows, counters, temperature, greedy = inputs
-        table = self._table.req_to_token
-        slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
-        batch = self._batch(
-            lambda window, mapping: replace(plan, window=window, mapping=mapping),
-            positions=positions,
-            slots=slots,
-            rows=rows,
-        )
-        hidden, head = self.decoder(self.last_tokens[rows], batch), self.decoder.lm_head
+        plan = plan_decode(rows, positions, self._table.req_to_token)
+        hidden = self._hidden(self.last_tokens[rows], positions, rows, plan)
+        head = self.decoder.lm_head
         if self.ranks.size == 1:
             linear(hidden, head, out=logits)
         else:
@@ -216,24 +210,27 @@ class ModelRunner:
         `tokens` and `requests` are those of `pack_prompts`, and `hidden` [T, hidden] receives the
         hidden states.
         """
-        table, (ids, positions, rows) = self._table.req_to_token, tokens
-        most = requests.shape[1] // 2
+        (ids, positions, rows), most = tokens, requests.shape[1] // 2
         plan = TritonPlan(
-            req_to_token=table,
+            req_to_token=self._table.req_to_token,
             meta=requests.int(),
             num_decode=most,
             num_prefill=most,
             num_query_tokens=len(ids),
             padded=True,
         )
+        known = torch.where(ids < 0, self.last_tokens[rows], ids)
+        hidden.copy_(self._hidden(known, positions, rows, plan))
+
+    def _hidden(self, ids: Tensor, positions: Tensor, rows: Tensor, plan: TritonPlan) -> Tensor:
+        """Return the hidden states of tokens at `positions` of `rows`, of the request table."""
         batch = self._batch(
             lambda window, mapping: replace(plan, window=window, mapping=mapping),
             positions=positions,
-            slots=table[rows, positions].long(),
-            rows=requests[0],
+            slots=plan.req_to_token[rows, positions].long(),
+            rows=plan.meta[0],
         )
-        known = torch.where(ids < 0, self.last_tokens[rows], ids)
-        hidden.copy_(self.decoder(known, batch))
+        return self.decoder(ids, batch)
 
     def _batch(self, plan: _Plan, **fields: Any) -> Batch:
         batch = Batch(plan=plan(self._window, None), **fields)

@@ -34,7 +34,7 @@ class Batch:
 
     positions: Tensor  # of each token in its request, int64 [T]
     slots: Tensor  # of each token in the KV pool, int64 [T]
-    rows: Tensor  # of each request in the request table, int64 [B], on the device
+    rows: Tensor  # of each request in the request table, integers [B], on the device
     plan: AttentionPlan
     shape: BatchShape | None = None  # None in a decode step that a CUDA graph captures
     # The same batch with slots and plan of sliding-window layers; None if all layers use the same.
