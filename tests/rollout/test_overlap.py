@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.allocators import Int64Array
 from rollout import Completion, Engine, KVTiers, Output, SamplingParams
+from rollout.running.graph_inputs import GraphInputs
 from rollout.scheduling.samples import Step
 from tests.helpers.models import MLA
 from tests.helpers.rollout.saved import Saved
@@ -282,6 +284,27 @@ def test_steady_decode_steps_neither_wait_for_the_device_nor_reserve_its_memory(
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["num_device_alloc"] == reserved
     assert len(engine.steps.under_way) == 1
+    while engine.unfinished:
+        assert all(len(output.token_ids) == 90 for output in engine.step())
+    engine.saver.close()
+
+
+@pytest.mark.gpu
+def test_graph_goes_on_with_its_rows_without_inputs(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.from_pretrained(saved("qwen3")[0], "cuda:0", torch.bfloat16, kv_tokens=2048)
+    for seed in range(8):
+        params = SamplingParams(max_tokens=90, temperature=1.0, seed=seed, ignore_eos=True)
+        engine.submit([seed, 3, 5], params, stream=False)
+    for _ in range(20):
+        engine.step()
+    sent = list[Int64Array]()
+    monkeypatch.setattr(GraphInputs, "send", lambda _, values: sent.append(values))
+    for _ in range(50):
+        engine.step()
+    assert engine.graphs is not None and engine.graphs.replays > 50 and not sent
+    monkeypatch.undo()
     while engine.unfinished:
         assert all(len(output.token_ids) == 90 for output in engine.step())
     engine.saver.close()
