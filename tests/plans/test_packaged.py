@@ -19,7 +19,8 @@ FILES = sorted((ROOT / "recipes").glob("*.yaml")) + sorted(PLANS.glob("*.yaml"))
 # Planned by `make test-all` only: shape and options are those of another recipe, on more or larger
 # GPUs, or tests/recipes/planner compares the plan with measurements.
 LIKE_ANOTHER = {"tiny", "smollm2-135m-2digits", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-7b-h200"}
-LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100"}
+LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100", "llama-3.1-70b-16xh200"}
+LIKE_ANOTHER |= {"qwen3-235b-a22b-48xh200", "qwen2.5-7b-ppo-8xh100"}
 LIKE_ANOTHER |= {"qwen3-30b-a3b-8xh200", "qwen3-30b-a3b-cut"}
 
 

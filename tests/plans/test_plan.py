@@ -122,7 +122,7 @@ def test_plan_of_a_trainer_alone_on_its_gpu_equals_measurement() -> None:
     assert 0.99 * 25.83 <= update.torch["trainer"] / GIB <= 1.03 * 25.83
 
 
-@pytest.mark.parametrize("colocate", [True, False])
+@pytest.mark.parametrize("colocate", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_gpu_of_the_engine_alone_is_planned_without_the_trainers_tags(colocate: bool) -> None:
     """Plan both kinds of GPUs; their bytes must not depend on the other kind."""
     words = [*APART[:3], f"cluster.colocate={colocate}", "cycle.resident=[]", "cycle.overlap=[]"]
