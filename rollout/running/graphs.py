@@ -1,9 +1,9 @@
 """CUDA graphs of steps, captured once for a ladder of sizes.
 
 `DecodeGraphs` compute and choose one token of each request. While the requests stay the same, a
-step needs nothing from the host but its launch. `PromptGraphs` also compute parts of prompts. A
-step has hundreds of launches, which would take the host longer than the device, except for many
-rows of a large model.
+step needs nothing from the host but its launch, and the slots of its tokens in the request table.
+`PromptGraphs` also compute parts of prompts. A step has hundreds of launches, which would take the
+host longer than the device, except for many rows of a large model.
 
 All memory that a graph allocates lies on tag `cuda_graph`. A replay reads the weights, the KV
 cache, buffers outside of every tag (inputs, last tokens, rotary tables, the request table, buffers
