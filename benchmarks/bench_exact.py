@@ -9,28 +9,24 @@ Every number is a median.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.common import (
     Scale,
-    fields_of,
     make_scale,
     median_ms,
     parser,
+    random_trainer,
     report,
     settle,
-    write_config,
 )
 from rollout.ops.torch_attention import BatchShape, StoredKV
 from rollout.ops.triton_attention import plan_decode, plan_triton, triton_attention
-from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
+from trainer_bridge import SequenceBatch
 
 HEADS = {64: (14, 2), 128: (28, 4)}  # by width: query heads and KV heads
 LENGTHS, BATCHES = (200, 4_000, 32_000), (1, 256)
@@ -131,7 +127,12 @@ def step_rows(scale: Scale) -> Iterator[tuple[str, float]]:
     """Yield each case and its milliseconds."""
     for update in UPDATES[: scale.choose(len(UPDATES), 1)]:
         for exact in (False, True):
-            with _trainer(scale, update, exact) as trainer:
+            options: dict[str, Any] = {
+                "micro_batch_size": update.micro_batch,
+                "activation_checkpointing": update.recomputed,
+                "exact": exact,
+            }
+            with random_trainer(scale, update.shape, update.layers, **options) as trainer:
                 batch = _batch(scale, trainer.model.config.vocab_size)
                 runs: dict[str, Callable[[], Any]] = {
                     "update": lambda trainer=trainer, batch=batch: trainer.update_actor(batch),
@@ -142,22 +143,6 @@ def step_rows(scale: Scale) -> Iterator[tuple[str, float]]:
                 for name, run in runs.items():
                     label = f"{name}, {update}, {'exact' if exact else 'plain'}"
                     yield label, median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
-
-
-@contextmanager
-def _trainer(scale: Scale, update: Update, exact: bool) -> Iterator[Trainer]:
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), fields_of(scale, update.shape, update.layers))
-        config = TrainerConfig(
-            model_path=folder, random_init=True, param_dtype="bfloat16",
-            micro_batch_size=update.micro_batch, activation_checkpointing=update.recomputed,
-            device=str(scale.device), exact=exact,
-        )  # fmt: skip
-        trainer = Trainer(config)
-        yield trainer
-        trainer.close()
-        trainer.saver.close()
-    settle(scale.device)
 
 
 def _batch(scale: Scale, vocab: int) -> SequenceBatch:

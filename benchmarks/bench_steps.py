@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import Scale, fields_of, make_scale, parser, report, write_config
+from benchmarks.vllm_side import draw_weights
 from rollout import Engine, SamplingParams
-from rollout.model import parameter_shapes
 from rollout.ops.token_sampling import Sent
 
 WARMUP = 8  # steps
@@ -95,11 +95,7 @@ def build(scale: Scale, folder: str, shape: str, **config: Any) -> Engine:
         folder, device=scale.device, dtype=torch.bfloat16, load_weights=False, prefix_cache=False,
         **config,
     )  # fmt: skip
-    drawn = (
-        (name, torch.empty(size, dtype=torch.bfloat16, device=scale.device).uniform_(-1e-3, 1e-3))
-        for name, size in parameter_shapes(folder)[0].items()
-    )
-    engine.store.load(drawn, "drawn")
+    draw_weights(engine, folder)
     return engine
 
 

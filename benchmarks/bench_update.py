@@ -10,19 +10,26 @@ sequences in padded micro batches. The limit is what bf16 products reach on an H
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from benchmarks.common import Scale, fields_of, make_scale, median_ms, parser, report, write_config
+from benchmarks.common import (
+    Scale,
+    fields_of,
+    make_scale,
+    median_ms,
+    parser,
+    random_trainer,
+    report,
+)
+from benchmarks.vllm_side import answer_lengths
 from recipes.setup.model_files import meta_model
-from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
+from trainer_bridge import SequenceBatch
 
 LIMIT = 790e12  # operations a second
 
@@ -34,7 +41,7 @@ class Update(NamedTuple):
     layers: int | None  # None: all
     sequences: int
     prompt: int
-    answer: int  # the mean of log-normal lengths, if negative
+    answer: int | None  # log-normal lengths, if None
     micro_batch: int  # sequences
     recomputed: Any  # see `TrainerConfig.activation_checkpointing`
     optimizer: Any = "adamw"
@@ -42,26 +49,17 @@ class Update(NamedTuple):
 
 CASES = {
     "0.5b": Update("qwen2.5-0.5b", None, 64, 256, 768, 64, "mlp"),
-    "0.5b, log-normal": Update("qwen2.5-0.5b", None, 64, 256, -400, 64, "mlp"),
+    "0.5b, log-normal": Update("qwen2.5-0.5b", None, 64, 256, None, 64, "mlp"),
     "smollm2": Update("smollm2-135m", None, 512, 28, 12, 512, "none"),
     "7b": Update("qwen2.5-7b", None, 64, 128, 512, 16, "layers", "adamw_8bit"),
     "30b-a3b, 8 layers": Update("qwen3-30b-a3b", 8, 16, 256, 768, 16, "layers"),
 }
-TINY = Update("qwen2.5-0.5b", None, 4, 6, -5, 2, "layers")
-
-
-def lengths(update: Update) -> list[int]:
-    """Return the tokens of each answer."""
-    if update.answer > 0:
-        return [update.answer] * update.sequences
-    rng, mean = random.Random(7), -update.answer
-    drawn = [rng.lognormvariate(0, 1) for _ in range(update.sequences)]
-    return [max(1, min(4 * mean, round(mean * value / 1.65))) for value in drawn]
+TINY = Update("qwen2.5-0.5b", None, 4, 6, 5, 2, "layers")
 
 
 def operations(fields: dict[str, Any], update: Update) -> float:
     """Return the operations of forward and backward: 6 a token and parameter that it uses."""
-    model, answers = meta_model(fields), lengths(update)
+    model, answers = meta_model(fields), answer_lengths(update.sequences, update.answer)
     config, used, head = model.config, 0.0, 0
     for name, parameter in model.named_parameters():
         if "lm_head" in name:
@@ -80,28 +78,26 @@ def operations(fields: dict[str, Any], update: Update) -> float:
 
 
 @contextmanager
-def memsaver_update(scale: Scale, folder: str, update: Update) -> Iterator[Callable[[], Any]]:
-    config = TrainerConfig(
-        model_path=folder, random_init=True, param_dtype="bfloat16", device=str(scale.device),
-        micro_batch_size=update.micro_batch, activation_checkpointing=update.recomputed,
-        optimizer=update.optimizer,
-    )  # fmt: skip
-    trainer = Trainer(config)
-    prompts, answers = sequences(update, trainer.model.config.vocab_size)
-    batch = SequenceBatch(
-        prompt_ids=prompts,
-        response_ids=answers,
-        old_logprobs=[[-10.0] * len(answer) for answer in answers],
-        advantages=[1.0 if i % 2 else -1.0 for i in range(len(answers))],
-    )
-    yield lambda: trainer.update_actor(batch)
-    trainer.close()
-    trainer.saver.close()
+def memsaver_update(scale: Scale, update: Update) -> Iterator[Callable[[], Any]]:
+    options: dict[str, Any] = {
+        "micro_batch_size": update.micro_batch,
+        "activation_checkpointing": update.recomputed,
+        "optimizer": update.optimizer,
+    }
+    with random_trainer(scale, update.shape, update.layers, **options) as trainer:
+        prompts, answers = sequences(update, trainer.model.config.vocab_size)
+        batch = SequenceBatch(
+            prompt_ids=prompts,
+            response_ids=answers,
+            old_logprobs=[[-10.0] * len(answer) for answer in answers],
+            advantages=[1.0 if i % 2 else -1.0 for i in range(len(answers))],
+        )
+        yield lambda: trainer.update_actor(batch)
 
 
 @contextmanager
-def transformers_update(scale: Scale, folder: str, update: Update) -> Iterator[Callable[[], Any]]:
-    config = AutoConfig.from_pretrained(folder)
+def transformers_update(scale: Scale, update: Update) -> Iterator[Callable[[], Any]]:
+    config = meta_model(fields_of(scale, update.shape, update.layers)).config
     with scale.device:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
@@ -137,7 +133,8 @@ def sequences(update: Update, vocab: int) -> tuple[list[list[int]], list[list[in
     def draw(counts: Sequence[int]) -> list[list[int]]:
         return [[rng.randrange(vocab) for _ in range(count)] for count in counts]
 
-    return draw([update.prompt] * update.sequences), draw(lengths(update))
+    answers = answer_lengths(update.sequences, update.answer)
+    return draw([update.prompt] * update.sequences), draw(answers)
 
 
 def of_device(scale: Scale, run: Callable[[], Any]) -> tuple[float, int]:
@@ -157,15 +154,14 @@ def main(arguments: list[str] | None = None) -> None:
     cases = {"tiny": TINY} if scale.tiny else {name: CASES[name] for name in args.cases}
     rows, results = list[list[object]](), dict[str, dict[str, float]]()
     for name, update in cases.items():
-        fields = fields_of(scale, update.shape, update.layers)
-        tokens = sum(update.prompt + answer for answer in lengths(update))
-        work, parts = operations(fields, update), -(-update.sequences // update.micro_batch)
+        answers = answer_lengths(update.sequences, update.answer)
+        tokens = sum(update.prompt + answer for answer in answers)
+        work = operations(fields_of(scale, update.shape, update.layers), update)
+        parts = -(-update.sequences // update.micro_batch)
         for side, build in SIDES.items():
-            with tempfile.TemporaryDirectory() as folder:
-                write_config(Path(folder), fields)
-                with build(scale, folder, update) as run:
-                    took = median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
-                    busy, launches = of_device(scale, run)
+            with build(scale, update) as run:
+                took = median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
+                busy, launches = of_device(scale, run)
             torch.cuda.empty_cache()
             results[f"{name}, {side}"] = figures = {
                 "ms": took,

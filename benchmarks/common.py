@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import statistics
+import tempfile
 import threading
 import time
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -22,6 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from memsaver.memory import make_backend
 from recipes.config.sections import shapes
 from recipes.setup.model_files import meta_model
+
+if TYPE_CHECKING:  # rivals' processes import this module, too
+    from trainer_bridge import Trainer
 
 MIB, GIB = 1 << 20, 1 << 30
 REPEATS, WARMUP = 7, 2
@@ -120,6 +124,23 @@ def random_model(scale: Scale, directory: Path, shape: str, dtype: torch.dtype) 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
     return model.eval()
+
+
+@contextmanager
+def random_trainer(
+    scale: Scale, shape: str, layers: int | None = None, **options: Any
+) -> Iterator[Trainer]:
+    """Yield a trainer in bf16 of a shape with random weights; `options` are `TrainerConfig`'s."""
+    from trainer_bridge import Trainer, TrainerConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), fields_of(scale, shape, layers))
+        fixed: Any = {"random_init": True, "param_dtype": "bfloat16", "device": str(scale.device)}
+        trainer = Trainer(TrainerConfig(model_path=folder, **fixed, **options))
+        yield trainer
+        trainer.close()
+        trainer.saver.close()
+    settle(scale.device)
 
 
 # ---------------------------------------------------------------- clocks

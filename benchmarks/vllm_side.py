@@ -220,12 +220,21 @@ class Ours(Rival):
         self.rollout.engine.reset_prefix_cache()
 
 
+def draw_weights(engine: Any, path: str) -> None:
+    """Give our own engine small weights, like vLLM's dummy weights."""
+    from rollout.model import parameter_shapes
+
+    made: Any = {"dtype": torch.bfloat16, "device": engine.saver.device}
+    shapes = parameter_shapes(path)[0].items()
+    drawn = ((name, torch.empty(shape, **made).uniform_(-1e-3, 1e-3)) for name, shape in shapes)
+    engine.store.load(drawn, "drawn")
+
+
 class Native(Ours):
     """Our own engine, with weights drawn like vLLM's dummy weights."""
 
     def __init__(self, path: str, size: Size) -> None:
         from rollout import Engine
-        from rollout.model import parameter_shapes
 
         self.rollout = Engine.from_pretrained(
             path,
@@ -238,11 +247,7 @@ class Native(Ours):
             max_prefill_tokens=4096,
             prefix_cache=False,
         )
-        drawn = (
-            (name, torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-1e-3, 1e-3))
-            for name, shape in parameter_shapes(path)[0].items()
-        )
-        self.rollout.store.load(drawn, "drawn")
+        draw_weights(self.rollout, path)
 
     def forget(self) -> None:
         """Do nothing: there is no prefix cache."""

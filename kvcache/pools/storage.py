@@ -134,6 +134,8 @@ def _as_words(part: Tensor) -> Tensor:
 class Codec(ABC):
     """Conversion between rows `[n, H, W]` and the stored parts of one pool."""
 
+    scaled = False  # whether layers have scales, which may change
+
     def __init__(self, config: TokenConfig) -> None:
         self.config = config
         self.accepts: tuple[torch.dtype, ...] = (config.dtype,)
@@ -186,6 +188,8 @@ class FP8Codec(Codec):
     Rows given in fp8 are stored unchanged, as already scaled. The scales are outside the pool's
     block, so a pause keeps them. Kernels read them on the device, so a captured graph sees changes.
     """
+
+    scaled = True
 
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)

@@ -11,14 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcache.config import (
-    FP4_BLOCK,
-    FP4_DTYPE,
-    FP8_DTYPES,
-    KVCacheConfig,
-    MLACacheConfig,
-    TokenConfig,
-)
+from kvcache.config import FP4_BLOCK, FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig
 from kvcache.ops.kv_write import set_rows
 from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
 from kvcache.pools.storage import PlainCodec, PoolPart, SlotStorage, make_codec
@@ -244,7 +237,7 @@ class TokenPool(KVPool):
         """
         config, layers = self.config, range(self.config.num_layers)
         shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())
-        scales = map(self._codec.scales, layers if config.dtype in FP8_DTYPES else ())
+        scales = map(self._codec.scales, layers if self._codec.scaled else ())
         return (config.dtype, config.num_layers, shapes, tuple(scales))
 
     def on_resume(self) -> None:

@@ -72,11 +72,10 @@ class SamplingBatch:
 
         `counters` are [R, 3], all others [R]. `forced` is -1 where no token is forced.
         """
-        scale = np.array(temperature, dtype=np.float32)
+        scale, greedy = divisors(temperature)
         k, p = np.array(top_k, dtype=np.int64), np.array(top_p, dtype=np.float64)
-        greedy, known = scale == 0, np.array(forced, dtype=np.int64)
-        scale[greedy] = 1.0
-        special = np.flatnonzero((known >= 0) | (~greedy & ((k > 0) | (p < 1))))
+        known = np.array(forced, dtype=np.int64)
+        special = np.flatnonzero(are_special(greedy, k, p, known))
         counts = np.array(counters, dtype=np.int64)
         host = (scale[:, None], greedy, k, p, counts, special, known[special])
         sent = send_together([torch.from_numpy(part) for part in host], device)
@@ -97,6 +96,27 @@ class SamplingBatch:
         names = ("temperature", "greedy", "top_k", "top_p", "counters")
         parts = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **parts, special_rows=torch.arange(len(rows), device=rows.device))
+
+
+def divisors(temperature: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """Return the numbers by which logits are divided, 1 for greedy rows, and which rows these are.
+
+    Rows are greedy if their temperature is 0 in fp32.
+    """
+    scale = np.array(temperature, dtype=np.float32)
+    greedy = scale == 0
+    scale[greedy] = 1.0
+    return scale, greedy
+
+
+def are_special(
+    greedy: npt.NDArray[np.bool_],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    forced: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """Return which rows have top-k, top-p or a forced token; arguments as of `SamplingBatch`."""
+    return (forced >= 0) | (~greedy & ((top_k > 0) | (top_p < 1)))
 
 
 def uniform(counters: Tensor) -> Tensor:

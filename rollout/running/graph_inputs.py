@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -69,21 +69,21 @@ def pack_decodes(
     positions: Int64Array,
     rows: Int64Array,
     counters: Int64Array,
-    temperature: NDArray[Any],
+    temperature: NDArray[np.float32],
+    greedy: NDArray[np.bool_],
     size: int,
 ) -> Int64Array:
     """Pack the inputs of a decode step, padded to `size` rows by greedy ones of row 0.
 
-    `temperature` is 0 for greedy rows.
+    `temperature` and `greedy` are the result of `divisors`.
     """
     packed, count = np.zeros(DecodeInputs.words(size), dtype=np.int64), len(rows)
     inputs = DecodeInputs.of(torch.from_numpy(packed), size)
-    heat, greedy = inputs.temperature.numpy()[:, 0], inputs.greedy.numpy()
+    heat, choice = inputs.temperature.numpy()[:, 0], inputs.greedy.numpy()
     packed[:count], packed[size : size + count] = positions, rows
     inputs.counters.numpy()[:count] = counters
-    heat[:], greedy[:] = 1.0, True
-    heat[:count] = np.where(temperature == 0, 1.0, temperature)
-    greedy[:count] = temperature == 0
+    heat[:], choice[:] = 1.0, True
+    heat[:count], choice[:count] = temperature, greedy
     return packed
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from kvcache.allocators import Int64Array
 from memsaver import MemorySaver
 from memsaver.memory import clear_workspaces
-from rollout.ops.token_sampling import SLOTS, HostResults, Sent
+from rollout.ops.token_sampling import SLOTS, HostResults, Sent, divisors
 from rollout.ops.torch_attention import BatchShape
 from rollout.running.graph_inputs import DecodeInputs, GraphInputs, pack_decodes, pack_prompts
 from rollout.tag_names import CUDA_GRAPH
@@ -140,7 +140,7 @@ class DecodeGraphs:
 
     def _step(self, decode: Decode, size: int) -> Callable[[], None]:
         none = np.empty(0, dtype=np.int64)
-        self._inputs.send(pack_decodes(none, none, none.reshape(0, 3), none, size))
+        self._inputs.send(pack_decodes(none, none, none.reshape(0, 3), *divisors(none), size))
         inputs = DecodeInputs.of(self._inputs.on_device, size)
         return partial(decode, inputs, self._logits[:size], self._results)
 

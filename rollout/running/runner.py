@@ -21,6 +21,8 @@ from rollout.ops.token_sampling import (
     HostResults,
     SamplingBatch,
     Sent,
+    are_special,
+    divisors,
     likeliest,
     sample,
     to_host,
@@ -45,7 +47,7 @@ class _Replayed(NamedTuple):
 
     rows: Int64Array
     positions: Int64Array
-    plain: bool  # whether no row has filters or had a forced token when the rows were sent
+    plain: bool  # whether no row was special when the rows were sent
     sent: Sent  # the graph's tokens
 
 
@@ -173,11 +175,12 @@ class ModelRunner:
             self._replayed = last._replace(positions=positions, sent=sent)
             return logits
         given = self._rows.sampling(rows)
-        heat, forced = given["temperature"], given["forced"] >= 0
-        filtered = (heat > 0) & ((given["top_k"] > 0) | (given["top_p"] < 1))
-        packed = pack_decodes(positions, rows, given["counters"], heat, graphs.padded(count))
+        heat, greedy = divisors(given["temperature"])
+        special = are_special(greedy, given["top_k"], given["top_p"], given["forced"])
+        size = graphs.padded(count)
+        packed = pack_decodes(positions, rows, given["counters"], heat, greedy, size)
         logits, sent = graphs.replay(count, packed)
-        self._replayed = _Replayed(rows, positions, not (filtered | forced).any(), sent)
+        self._replayed = _Replayed(rows, positions, not special.any(), sent)
         return logits
 
     def _tell_last(self, rows: Int64Array) -> None:
@@ -185,7 +188,7 @@ class ModelRunner:
         if len(rows):
             last = [self._rows.sample(row).output[-1] for row in rows.tolist()]
             places, tokens = to_device(np.stack([rows, np.array(last)]), self.device)
-            self.last_tokens[places] = tokens
+            self.last_tokens.index_copy_(0, places, tokens)
 
     def decode(self, inputs: DecodeInputs, logits: Tensor, results: HostResults) -> None:
         """Compute and draw the next token of each row from device tensors only, for a graph.
