@@ -3,8 +3,9 @@
 `make bench-update`. For each case: milliseconds, trained tokens a second, the share of the limit
 that the operations of the forward and backward pass take (recomputed layers do not count), the
 share of the update in which the device computes, and the launches of a micro batch. The rival is
-transformers' model of the same shape in bf16 with torch's AdamW, sdpa attention, and the same
-sequences in padded micro batches. The limit is what bf16 products reach on an H100 or H200.
+transformers' model of the same shape with the kernels of liger-kernel, torch's FlashAttention over
+the same sequences packed end to end, and fused AdamW, all in bf16. The limit is what bf16 products
+reach on an H100 or H200. `--kernels N` prints the N kernels that take longest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import (
@@ -30,6 +31,7 @@ from benchmarks.common import (
 from benchmarks.vllm_side import answer_lengths
 from recipes.setup.model_files import meta_model
 from trainer_bridge import SequenceBatch
+from trainer_bridge.models.packing import PACKED, Packing, pack_if_possible
 
 LIMIT = 790e12  # operations a second
 
@@ -43,16 +45,16 @@ class Update(NamedTuple):
     prompt: int
     answer: int | None  # log-normal lengths, if None
     micro_batch: int  # sequences
-    recomputed: Any  # see `TrainerConfig.activation_checkpointing`
-    optimizer: Any = "adamw"
+    recomputed: Any  # see `TrainerConfig.activation_checkpointing`; the rival recomputes layers
+    dtype: Any = "float32"  # of our masters and moments
 
 
 CASES = {
     "0.5b": Update("qwen2.5-0.5b", None, 64, 256, 768, 64, "mlp"),
     "0.5b, log-normal": Update("qwen2.5-0.5b", None, 64, 256, None, 64, "mlp"),
     "smollm2": Update("smollm2-135m", None, 512, 28, 12, 512, "none"),
-    "7b": Update("qwen2.5-7b", None, 64, 128, 512, 16, "layers", "adamw_8bit"),
-    "30b-a3b, 8 layers": Update("qwen3-30b-a3b", 8, 16, 256, 768, 16, "layers"),
+    "7b": Update("qwen2.5-7b", None, 64, 128, 512, 16, "layers", "bfloat16"),
+    "30b-a3b, 8 layers": Update("qwen3-30b-a3b", 8, 16, 256, 768, 16, "layers", "bfloat16"),
 }
 TINY = Update("qwen2.5-0.5b", None, 4, 6, 5, 2, "layers")
 
@@ -82,7 +84,7 @@ def memsaver_update(scale: Scale, update: Update) -> Iterator[Callable[[], Any]]
     options: dict[str, Any] = {
         "micro_batch_size": update.micro_batch,
         "activation_checkpointing": update.recomputed,
-        "optimizer": update.optimizer,
+        "dtype": update.dtype,
     }
     with random_trainer(scale, update.shape, update.layers, **options) as trainer:
         prompts, answers = sequences(update, trainer.model.config.vocab_size)
@@ -99,28 +101,41 @@ def memsaver_update(scale: Scale, update: Update) -> Iterator[Callable[[], Any]]
 def transformers_update(scale: Scale, update: Update) -> Iterator[Callable[[], Any]]:
     config = meta_model(fields_of(scale, update.shape, update.layers)).config
     with scale.device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    pack_if_possible(model, PACKED)
+    if scale.on_gpu:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        # The products of experts are transformers' own, for all experts at once.
+        _apply_liger_kernel_to_instance(model, swiglu=not hasattr(config, "num_experts"))
     model.train()
-    if update.recomputed != "none":
+    if update.recomputed == "layers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=scale.on_gpu)
-    prompts, answers = sequences(update, config.vocab_size)
-    ids = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    pairs = [*zip(*sequences(update, config.vocab_size), strict=True)]
+    size = update.micro_batch
+    parts = [packed(scale, pairs[at : at + size]) for at in range(0, len(pairs), size)]
 
     def step() -> None:
-        for first in range(0, len(ids), update.micro_batch):
-            rows = ids[first : first + update.micro_batch]
-            whole = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(scale.device)
-            kept = whole.shape[1] - update.prompt
-            logits = model(whole, use_cache=False, logits_to_keep=kept + 1).logits[:, :-1]
-            targets = whole[:, -kept:]
-            F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+        for part in parts:
+            model(**part, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     yield step
+
+
+def packed(scale: Scale, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    """Return the arguments of a model for prompts with their answers, which are to be learned."""
+    lengths = tuple(len(prompt) + len(answer) for prompt, answer in pairs)
+    ids = [token for prompt, answer in pairs for token in prompt + answer]
+    labels = [token for prompt, answer in pairs for token in [-100] * len(prompt) + answer]
+    places = [place for length in lengths for place in range(length)]
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    tensors = (torch.tensor([row]).to(scale.device) for row in (ids, labels, places))
+    named = dict(zip(("input_ids", "labels", "position_ids"), tensors, strict=True))
+    packing = Packing(lengths, bounds.to(scale.device), named["position_ids"])
+    return {**named, "packing": packing}
 
 
 SIDES = {"memsaver": memsaver_update, "transformers": transformers_update}
@@ -137,40 +152,56 @@ def sequences(update: Update, vocab: int) -> tuple[list[list[int]], list[list[in
     return draw([update.prompt] * update.sequences), draw(answers)
 
 
-def of_device(scale: Scale, run: Callable[[], Any]) -> tuple[float, int]:
-    """Return the milliseconds of all kernels of a run, and their number; 0 on the CPU."""
+def of_device(scale: Scale, run: Callable[[], Any]) -> list[Any]:
+    """Return the profiler's sums over a run for each kernel, the longest first."""
     if not scale.on_gpu:
-        return 0.0, 0
+        return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    events = profile.key_averages()
-    return sum(e.self_device_time_total for e in events) / 1e3, sum(e.count for e in events)
+    return sorted(profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+
+
+def measure(scale: Scale, update: Update, side: str, kernels: int) -> dict[str, float]:
+    """Return a side's figures of an update, and print the kernels that take longest."""
+    answers = answer_lengths(update.sequences, update.answer)
+    work = operations(fields_of(scale, update.shape, update.layers), update)
+    with SIDES[side](scale, update) as run:
+        took = median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
+        times = of_device(scale, run)
+    for kernel in times[:kernels]:
+        took_ms = kernel.self_device_time_total / 1e3
+        print(f"  {took_ms:9.2f} ms, {kernel.count:6d} x {kernel.key[:100]}")
+    busy = sum(kernel.self_device_time_total for kernel in times) / 1e3
+    return {
+        "ms": took,
+        "tokens a second": 1e3 * sum(update.prompt + answer for answer in answers) / took,
+        "of the limit, %": 1e5 * work / took / LIMIT,
+        "device busy, %": 100 * busy / took,
+        "launches a micro batch": sum(kernel.count for kernel in times)
+        / -(-update.sequences // update.micro_batch),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parser(__doc__, CASES).parse_args(arguments)
+    options = parser(__doc__, CASES)
+    options.add_argument("--kernels", type=int, default=0, help="kernels to print of each update")
+    options.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
+    args = options.parse_args(arguments)
     scale = make_scale(args)
     cases = {"tiny": TINY} if scale.tiny else {name: CASES[name] for name in args.cases}
     rows, results = list[list[object]](), dict[str, dict[str, float]]()
-    for name, update in cases.items():
-        answers = answer_lengths(update.sequences, update.answer)
-        tokens = sum(update.prompt + answer for answer in answers)
-        work = operations(fields_of(scale, update.shape, update.layers), update)
-        parts = -(-update.sequences // update.micro_batch)
-        for side, build in SIDES.items():
-            with build(scale, update) as run:
-                took = median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
-                busy, launches = of_device(scale, run)
+    # One side after the other: liger-kernel changes modules of transformers for the whole process.
+    for side, (name, update) in product(args.sides, cases.items()):
+        print(f"{name}, {side} ...", flush=True)
+        try:
+            results[f"{name}, {side}"] = figures = measure(scale, update, side, args.kernels)
+        except torch.OutOfMemoryError:
+            print("  out of memory")
+            continue
+        finally:
             torch.cuda.empty_cache()
-            results[f"{name}, {side}"] = figures = {
-                "ms": took,
-                "tokens a second": 1e3 * tokens / took,
-                "of the limit, %": 1e5 * work / took / LIMIT,
-                "device busy, %": 100 * busy / took,
-                "launches a micro batch": launches / parts,
-            }
-            rows.append([f"{name}, {side}", *figures.values()])
+        rows.append([f"{name}, {side}", *figures.values()])
     head = ["update", *next(iter(results.values()))]
     report("bench_update", head, rows, {"updates": results}, args.out)
 
