@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from memsaver.ops.layout import round_up
+
+_ALIGN = 64  # elements; enough for any load of a kernel
 AwaitContent = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 StridedShard = _StridedShard
 
@@ -39,6 +43,114 @@ def keep_fp32_gradients(model: nn.Module) -> None:
     """Keep reduced gradients, and their sums over micro batches, in fp32."""
     for group in _groups(model):
         group._orig_dtype = torch.float32  # torch 2.15 takes it from the shards' grad_dtype
+
+
+class _Copies:
+    """Copies of shards in another dtype, in a block that has memory from `gather` to `free`.
+
+    Attributes:
+        parts: The copies.
+    """
+
+    def __init__(self, shards: list[Tensor], dtype: torch.dtype) -> None:
+        self._shards = shards
+        sizes = [round_up(shard.numel(), _ALIGN) for shard in shards]
+        self._block = shards[0].new_empty(sum(sizes), dtype=dtype)
+        self._nbytes = self._block.nbytes
+        pieces = zip(self._block.split(sizes), shards, strict=True)
+        self.parts = [piece[: shard.numel()].view(shard.shape) for piece, shard in pieces]
+        self.free()
+
+    def gather(self) -> None:
+        """Copy the shards, unless that is done."""
+        if not self._block.untyped_storage().nbytes():
+            self._block.untyped_storage().resize_(self._nbytes)
+            torch._foreach_copy_(self.parts, self._shards)
+
+    def free(self) -> None:
+        """Free the copies."""
+        self._block.untyped_storage().resize_(0)
+
+
+class _LoneParam(FSDPParam):
+    """A parameter of a single rank, whose shard is all of it.
+
+    In forward's dtype, the shard serves as the unsharded parameter, too: FSDP would copy it before
+    each pass, and cast and copy its gradient. Otherwise a unit's copies are one operation.
+    """
+
+    copies: _Copies | None
+    unsharded: Tensor  # the shard or its copy
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:  # read before each pass
+        if self.copies is not None:
+            self.copies.gather()
+        return self.all_gather_outputs
+
+    def init_all_gather_outputs(self, *_: Any, **__: Any) -> None:
+        self.all_gather_outputs = [self._sharded_param_data.new_empty(0)]
+
+    def init_unsharded_param(self) -> None:
+        if not hasattr(self, "_unsharded_param"):
+            # `data` has a version of its own: a backward pass may copy the shard again.
+            self._unsharded_param = nn.Parameter(
+                self.unsharded.data, self.sharded_param.requires_grad
+            )
+
+    def free_unsharded_param(self) -> None:
+        if self.copies is not None:
+            self.copies.free()
+
+    def take_gradient(self) -> None:
+        """Add the gradient of the unsharded parameter to that of the shard, without a reduction."""
+        param, shard = getattr(self, "_unsharded_param", None), self.sharded_param
+        if param is None or param.grad is None:
+            return
+        grad, param.grad = param.grad.to(shard.grad_dtype or shard.dtype), None
+        if shard.grad is None:
+            shard.grad = self.to_sharded_dtensor(grad)
+        else:
+            local_tensor(shard.grad).add_(grad)
+
+
+def run_alone(model: nn.Module) -> None:
+    """Let a single rank pass over an initialized model without FSDP's copies.
+
+    Nothing is gathered, reduced or kept for parameters in forward's dtype.
+    """
+    for group in _groups(model):
+        params = [param for param in group.fsdp_params if _is_lone(param)]
+        whole = [param for param in params if param.param_dtype is None]
+        narrowed = [param for param in params if param.param_dtype is not None]
+        for param in whole:
+            _become_lone(param, None, local_tensor(param.sharded_param))
+        if narrowed:
+            shards = [local_tensor(param.sharded_param) for param in narrowed]
+            copies = _Copies(shards, narrowed[0].param_dtype)
+            for param, part in zip(narrowed, copies.parts, strict=True):
+                _become_lone(param, copies, part)
+        if whole:
+            group.post_backward = partial(_take_gradients, whole, group.post_backward)
+
+
+def _is_lone(param: Any) -> bool:
+    return param.sharded_param.device_mesh.size() == 1
+
+
+def _become_lone(param: Any, copies: _Copies | None, unsharded: Tensor) -> None:
+    param.__class__ = _LoneParam
+    param.copies, param.unsharded = copies, unsharded
+    param.init_all_gather_outputs()
+
+
+def _take_gradients(
+    params: Sequence[_LoneParam], post_backward: Callable[..., None], *unused: Any
+) -> None:
+    """Run FSDP's `post_backward` of a group, which then finds gradients of other parameters."""
+    for param in params:
+        param.take_gradient()
+    post_backward(*unused)
 
 
 def reshard(model: nn.Module) -> None:

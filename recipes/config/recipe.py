@@ -109,12 +109,19 @@ class Recipe:
     def regathers(self, micro_batch_size: int) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
 
+        A rank of its own in forward's dtype gathers nothing (`run_alone`).
+
         Args:
             micro_batch_size: Sequences in a micro batch.
 
         Returns:
             The number of further micro batches of all updates.
         """
+        stored: str = self.trainer.dtype
+        if self.lora.rank or self.trainer.optimizer_offload:
+            stored = self.model.dtype
+        if self.cluster.size == 1 and stored == self.model.dtype:
+            return 0
         repeated = math.ceil(self.answers_per_update / micro_batch_size) - 1
         return repeated * self.updates_per_step
 

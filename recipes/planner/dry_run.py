@@ -45,7 +45,6 @@ from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch, TrainerConfig
-from trainer_bridge.exact import plan_exact
 from trainer_bridge.models import Adapters, Runtime, code_tables
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
@@ -346,12 +345,10 @@ def planned_trainer(
 
         config = trainer_config(make_setup(decisions))
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
-        # An exact trainer launches kernels.
+        # An exact trainer launches kernels. What it keeps for the backward pass is the same.
         config = dataclasses.replace(config, exact=False)
         runtime = PlannedRuntime(mesh=mesh, planned=device)
         trainer = device.once(_BUILD, lambda: PlannedTrainer(config, runtime))
-        if decisions.exact:
-            plan_exact(trainer.model)
         yield make_setup, trainer
 
 

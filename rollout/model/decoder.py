@@ -94,7 +94,12 @@ class GatedConfig(MLPConfig):
     def build(self, store: WeightStore, name: str) -> MLP:
         gate_up = store.tensor(name + "gate_up_proj.weight")
         down = store.tensor(name + "down_proj.weight")
-        return lambda x: linear(silu_mul(linear(x, gate_up)), down)
+
+        def mlp(x: Tensor) -> Tensor:
+            gate, up = linear(x, gate_up).chunk(2, dim=-1)
+            return linear(silu_mul(gate, up), down)
+
+        return mlp
 
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
         inner = self.inner // size

@@ -88,8 +88,8 @@ def expert_products(
         products = x.new_zeros((*ids.shape, hidden))
         for expert in set(ids.unique().tolist()) & {*range(first, first + experts)}:
             token, choice = (ids == expert).nonzero(as_tuple=True)
-            act = silu_mul(linear(x[token], gate_up[expert - first]), "torch")
-            products[token, choice] = linear(act, down[expert - first])
+            gate, up = linear(x[token], gate_up[expert - first]).chunk(2, dim=-1)
+            products[token, choice] = linear(silu_mul(gate, up, "torch"), down[expert - first])
         return products
     assert all(tensor.is_contiguous() for tensor in (x, ids, gate_up, down))
     products = x.new_empty((*ids.shape, hidden))

@@ -237,70 +237,42 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     tl.store(out + to, (gain[None, :] * normed).to(dtype), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, impl: Impl = "auto") -> Tensor:
     """Compute silu(gate) * up, contiguous [T, I].
 
     silu is computed in fp32 and rounded to the model dtype before the product, as in transformers.
-    `gate_up` is [T, 2I], gate first. Elements of a row are contiguous; the row stride is arbitrary.
+    Both are [T, I], of the same strides, such as halves of [T, 2I]. Elements of a row are
+    contiguous; the row stride is arbitrary.
     """
-    if not use_triton(impl, gate_up.device):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate, "torch") * up
-    tokens, width = gate_up.shape
-    assert width % 2 == 0 and gate_up.stride(1) == 1
-    out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(_BLOCK, triton.next_power_of_2(width // 2))
+    if not use_triton(impl, gate.device):
+        wide = gate.float()  # torch's own silu gives the last elements of a row other bits
+        return (wide / (1 + (-wide).exp())).to(gate.dtype) * up
+    tokens, size = gate.shape
+    assert gate.stride() == up.stride() and gate.stride(1) == 1
+    out = torch.empty((tokens, size), dtype=gate.dtype, device=gate.device)
+    block = min(_BLOCK, triton.next_power_of_2(size))
     with torch.cuda.device_of(out):
-        _silu_mul[(tokens, triton.cdiv(width // 2, block))](
-            gate_up, out, gate_up.stride(0), width // 2, BLOCK=block, enable_fp_fusion=False
+        _silu_mul[(tokens, triton.cdiv(size, block))](
+            gate, up, out, gate.stride(0), size, BLOCK=block, enable_fp_fusion=False
         )
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul(gates, ups, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute `silu_mul`. Programs: (token, block of the intermediate size)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + token * stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + column, gated(gate, up, out.dtype.element_ty), mask=inside)
-
-
-def silu(x: Tensor, impl: Impl = "auto") -> Tensor:
-    """Compute silu of a contiguous tensor, with the bits that `silu_mul` multiplies.
-
-    On the CPU, torch's own silu gives the last elements of a row other bits.
-    """
-    if not use_triton(impl, x.device):
-        wide = x.float()
-        return (wide / (1 + (-wide).exp())).to(x.dtype)
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    with torch.cuda.device_of(out):
-        _silu[(triton.cdiv(x.numel(), _BLOCK),)](
-            x, out, x.numel(), BLOCK=_BLOCK, enable_fp_fusion=False
-        )
-    return out
-
-
-@triton.jit
-def _silu(x, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(out + at, _rounded_silu(value, out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return silu(gate) * up of fp32 values; silu and the product are rounded to `dtype`."""
-    return (_rounded_silu(gate, dtype).to(tl.float32) * up).to(dtype)
-
-
-@triton.jit
-def _rounded_silu(gate, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.div_rn(gate, 1.0 + accurate_exp(-gate)).to(dtype)
+    return (tl.div_rn(gate, 1.0 + accurate_exp(-gate)).to(dtype).to(tl.float32) * up).to(dtype)
 
 
 @triton.jit

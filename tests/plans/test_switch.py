@@ -183,7 +183,7 @@ def test_optimizer_on_the_host_is_planned_in_host_memory() -> None:
 
 def test_switch_lines_name_resident_and_leaving_tags_with_reasons() -> None:
     recipe = recipes.load(FEW[0], [*FEW[1:], "cycle.alias=never"])
-    plans = [plan_of(recipe, "any", gpu=gpu) for gpu in ("h100-80gb", str(13 * GIB))]
+    plans = [plan_of(recipe, "any", gpu=gpu) for gpu in ("h100-80gb", str(21 * GIB // 2))]
     roomy, tight = (plan.decisions for plan in plans)
     assert plans[1].fits and plans[1].exposed > 5 * plans[0].exposed > 0
     assert set(roomy.resident) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
@@ -253,10 +253,11 @@ def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
         if python == str(hangs):
             monkeypatch.setattr("recipes.planner.decide.PATIENCE", 0.1)
         for words in ([], ["cycle.resident=[params]", "cycle.overlap=[optim]"]):
-            setup = prepared([*FEW[1:], "trainer.keep_unsharded=auto", *words], tmp_path)
+            words = ["model.dtype=bfloat16", "trainer.keep_unsharded=auto", *words]
+            setup = prepared([*FEW[1:], *words], tmp_path)
             made, _ = decide(setup, 80 * GIB)
             assert [*made.resident] == setup.recipe.cycle.named and not made.hand_over
-            assert [*made.overlap] == (["optim"] if words else []) and not made.open
+            assert [*made.overlap] == (["optim"] if words[2:] else []) and not made.open
             assert made.reasons["resident"].endswith(f"there is no plan: {why}")
 
 
@@ -285,10 +286,15 @@ def test_run_with_hosted_engine_is_planned_with_its_measurement(tmp_path: Path) 
         ("cycle.resident=[optim] cycle.overlap=[]", True),
         ("cycle.resident=[optim] cycle.overlap=[] cycle.hand_over=never", False),
         ("cycle.resident=[optim] cycle.overlap=[params]", False),
-        ("cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=8", True),
+        ("cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=8", False),
         (
             "cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=8 "
-            "trainer.keep_unsharded=false",
+            "model.dtype=bfloat16",
+            True,
+        ),
+        (
+            "cycle.resident=[optim] cycle.overlap=[params] trainer.micro_batch_size=8 "
+            "model.dtype=bfloat16 trainer.keep_unsharded=false",
             False,
         ),
         ("cycle.resident=[optim] cycle.hand_over=never", True),
@@ -331,12 +337,16 @@ def test_run_is_planned_only_if_a_decision_is_open(
 def test_unsharded_parameters_are_kept_if_they_fit_and_save_more_than_they_cost(
     gib: int, words: list[str], keeps: bool
 ) -> None:
-    """Beside them on 15 GiB, the engine's weights leave; on 14 GiB they never fit."""
+    """Beside them on 15 GiB, the engine's weights leave; on 14 GiB they never fit.
+
+    There are two ranks, for one gathers nothing in forward's dtype.
+    """
     words = [*FEW[1:], "cycle.alias=never", "trainer.keep_unsharded=auto", *words]
+    words += ["driver=ray", "cluster.n_gpus_per_node=2"]
     made = plan_of(recipes.load("tiny", words), "any", gpu=str(gib * GIB)).decisions
     assert made.keep_unsharded == keeps
     assert keeps == any(line.startswith("kept from micro batch") for line in made.lines)
-    assert ("weights" in made.resident) == (gib == 15 and not keeps)
+    assert ("weights" in made.resident) == (not keeps)
 
 
 def test_leaving_tags_are_overlapped_if_they_fit_with_the_weights() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3 import modeling_qwen3
 
 from recipes.cli import main
 from tests.helpers.case_selection import some
@@ -19,11 +18,11 @@ from tests.helpers.models import save_tiny
 from tests.helpers.recipes.tiny_runs import rows
 from trainer_bridge.exact import trace
 from trainer_bridge.exact.record import FILE, MismatchRecord
-from trainer_bridge.ops import exact, token_scores
+from trainer_bridge.ops import decoder_ops, exact, token_scores
 
 ROW = 4  # of the tensor in which a fault is planted
 RUN = ("tiny", "exact=true", "model.dtype=float32", "steps=2", "eval.every=0")
-ROTATE, COMBINE = modeling_qwen3.apply_rotary_pos_emb, token_scores.combine_blocks
+ROTATE, COMBINE = decoder_ops.rotate, token_scores.combine_blocks
 LAST = torch.tensor([0.0] * ROW + [1e-3, 0.0])  # nats
 RUN += ("loop.prompts_per_step=4", "loop.samples_per_prompt=4", "checkpoint.every=0")
 
@@ -144,7 +143,7 @@ def test_command_names_an_operation_of_a_mixture_of_experts(
 
 def keys_wrong(*given: Tensor) -> tuple[Tensor, Tensor]:
     q, k = ROTATE(*given)
-    return q, k * (1 + 2**-20)  # the probe of `make_exact` knows no other fault
+    return q, k * (1 + 2**-20)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ def keys_wrong(*given: Tensor) -> tuple[Tensor, Tensor]:
         (
             "input of layers.0.self_attn.o_proj",
             1,
-            modeling_qwen3,
-            "apply_rotary_pos_emb",
+            decoder_ops,
+            "rotate",
             keys_wrong,
         ),
         ("lm_head", ROW + 2, token_scores, "linear", lambda *x: nudged(exact.linear(*x))),
@@ -186,8 +185,8 @@ def test_equal_sides_are_said_to_be_equal(recorded: Path, traced: Any) -> None:
 def test_run_that_stops_records_what_the_command_traces(
     tmp_path: Path, traced: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    run, silu = tmp_path / "run", exact.silu
-    monkeypatch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-20))
+    run, gate = tmp_path / "run", decoder_ops.silu_gate
+    monkeypatch.setattr(decoder_ops, "silu_gate", lambda *halves: gate(*halves) * (1 + 2**-20))
     assert main(["run", *RUN, "--run-dir", str(run)]) == 1
     message = capsys.readouterr().err
     assert "memsaver: update_actor failed: UnequalTokens: log-probabilities of " in message
@@ -211,9 +210,9 @@ def test_run_that_only_warns_records_the_first_step_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, silu = tmp_path / "run", exact.silu
+    run, gate = tmp_path / "run", decoder_ops.silu_gate
     with monkeypatch.context() as patch:
-        patch.setattr(exact, "silu", lambda x: silu(x) * (1 + 2**-20))
+        patch.setattr(decoder_ops, "silu_gate", lambda *halves: gate(*halves) * (1 + 2**-20))
         assert main(["run", *RUN, "exact=warn", "--run-dir", str(run)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("and the run continues; find the cause: memsaver trace-mismatch") == 1

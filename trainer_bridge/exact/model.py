@@ -1,9 +1,10 @@
 """A model of transformers whose forward has the engine's bits.
 
 The modules stay, so that FSDP, checkpointing and the sync work as always. What they compute is
-exchanged: linear layers, norms, activation, rotary tables, attention, routers and experts become
-the engine's operations. Embedding, rotation and residual additions are elementwise or copies, and
-have the same bits everywhere. A probe refuses a model with any other operation.
+exchanged: linear layers, rotary tables, attention, routers and experts become the engine's
+operations, as norms, gated activation and rotation are in every trainer (`fuse`). Embedding and
+residual additions are elementwise or copies, and have the same bits everywhere. A probe refuses a
+model with any other operation.
 """
 
 from collections.abc import Callable
@@ -31,11 +32,9 @@ _SAME_BITS = {
     "add", "mul", "neg", "embedding", "empty",
     "alias", "cat", "clone", "_to_copy", "detach", "expand", "permute", "reshape", "select",
     "slice", "split", "squeeze", "t", "transpose", "unsqueeze", "_unsafe_view", "view",
+    "trainer_bridge::gated", "trainer_bridge::normed", "trainer_bridge::rotated",
 }  # fmt: skip
-_OF_ENGINE = (
-    "attention", "linear", "mix_experts", "rms_norm", "rotary_rows", "route", "router_logits",
-    "silu",
-)  # fmt: skip
+_OF_ENGINE = ("attention", "linear", "mix_experts", "rotary_rows", "route", "router_logits")
 
 
 def why_not_exact(model: ModelConfig) -> str:
@@ -65,13 +64,9 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
     model.forward_products = partial(exact.engine_products, torch.device(config.device))
     mixer: Any = description.mixers[0]
     for name, module in model.get_decoder().named_modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_norm, module)
-        elif name.endswith("rotary_emb"):
+        if name.endswith("rotary_emb"):
             frequencies = torch.tensor(mixer.rope.frequencies, dtype=torch.float32)
             module.forward = partial(_rotary, frequencies, mixer.rope.table_scale)
-        elif hasattr(module, "act_fn"):
-            module.act_fn = _Activation()
     for name, layer in _layers(model):
         layer.forward = partial(_linear, layer, _ranks_of(name, config.exact_ranks))  # type: ignore[method-assign]
     mixtures = description.with_fp32_routers() if config.fp32_router else description
@@ -138,10 +133,6 @@ def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
     return exact.linear(x, layer.weight, layer.bias, ranks)
 
 
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return exact.rms_norm(x, norm.weight, norm.variance_epsilon)
-
-
 def _rotary(frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor) -> Any:
     return exact.rotary_rows(position_ids, frequencies, scale, like=x)
 
@@ -156,13 +147,6 @@ def _mix_experts(
     experts: Any, ranks: exact.ExpertRanks, x: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
     return exact.mix_experts(x, ids, weights, experts.gate_up_proj, experts.down_proj, ranks=ranks)
-
-
-class _Activation(nn.Module):
-    """The SiLU of the engine."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return exact.silu(x)
 
 
 class _OperationProbe(TorchDispatchMode):

@@ -242,13 +242,21 @@ class Model:
 
 def _clip(optimizer: torch.optim.Optimizer, scale: float, limit: float | None) -> float:
     """Divide the gradients by the scale, clip them, and return their norm on all ranks."""
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    grads = [param.grad for param in params if param.grad is not None]
+    shards = [*map(local_shard, grads)]
+    if not grads:
+        return 0.0
     if scale != 1:
-        grads = [local_shard(param.grad) for param in params if param.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, 1 / scale)
-    norm = torch.nn.utils.clip_grad_norm_(params, math.inf if limit is None else limit)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        torch._foreach_mul_(shards, 1 / scale)
+    mesh = getattr(grads[0], "device_mesh", None)
+    if mesh is None or mesh.size() == 1:  # DTensor's dispatch would take time for nothing
+        norm = torch.nn.utils.get_total_norm(shards)
+    else:
+        norm = torch.nn.utils.get_total_norm(grads).full_tensor()  # type: ignore[attr-defined]
+    if limit is not None:
+        torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rollout.model import Routing, expert_routing
 from trainer_bridge.models.adapters.lora import STACKS, expert_layers, stack_name
-from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
+from trainer_bridge.ops.decoder_ops import silu_gate
+from trainer_bridge.ops.experts import combine, sort_pairs, spread
 
 NAME = "memsaver"
 """Name under which `register_experts` registers `mix_experts` with transformers."""

@@ -27,7 +27,12 @@ from rollout.model import load_hf_config, stored_buffers
 from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
-from trainer_bridge.fsdp_internals import initialize_fsdp, keep_fp32_gradients, pad_shards
+from trainer_bridge.fsdp_internals import (
+    initialize_fsdp,
+    keep_fp32_gradients,
+    pad_shards,
+    run_alone,
+)
 from trainer_bridge.models.adapters.lora import (
     NAMES,
     adapted_params,
@@ -37,6 +42,7 @@ from trainer_bridge.models.adapters.lora import (
     target_names,
 )
 from trainer_bridge.models.files.initial import CheckpointFiles, open_weights, part_of_rank
+from trainer_bridge.models.fused import fuse
 from trainer_bridge.models.moe import NAME as EXPERTS
 from trainer_bridge.models.moe import check_widths, register_experts, route_in_fp32
 from trainer_bridge.models.packing import pack_if_possible
@@ -97,6 +103,7 @@ def build_model(
         for param in model.parameters():
             param.grad_dtype = torch.float32  # read by FSDP's lazy initialization
     _pad_shards(model, config, saver, tag)
+    run_alone(model)
     runtime.make_buffers(model)
     if config.optimizer_offload:
         keep_fp32_gradients(model)
@@ -176,6 +183,7 @@ def meta_model(
         route_in_fp32(model)
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
+    fuse(model)
     if config.activation_checkpointing == "layers":
         # Renamed in later releases of transformers 5; version 6 only has the new name.
         enable = getattr(model, "activation_checkpointing_enable", None)

@@ -1,8 +1,9 @@
 """The engine's operations with gradients, for a trainer whose forward has the engine's bits.
 
 On a GPU, forward runs the engine's kernels, and backward is deterministic. On the CPU, autograd
-differentiates the engine's torch reference of norms and attention. Products of forward need
-`engine_products` around them. Those of backward are the library's, in any number of parts.
+differentiates the engine's torch reference of attention. Products of forward need `engine_products`
+around them. Those of backward are the library's, in any number of parts. Norms, gated activation
+and rotation are those of every trainer (`decoder_ops`).
 """
 
 import contextlib
@@ -25,12 +26,11 @@ from rollout.ops.product_probe import is_probed
 from rollout.ops.routing import Routing
 from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_products
 from rollout.ops.row_wise import linear as engine_linear
-from rollout.ops.row_wise import rms_norm as engine_rms_norm
-from rollout.ops.row_wise import silu as engine_silu
 from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys, similar_lengths
 from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
 from rollout.weights import held
-from trainer_bridge.ops.experts import gated, gated_gradient, sort_pairs, token_sum
+from trainer_bridge.ops.decoder_ops import gated, gated_gradient
+from trainer_bridge.ops.experts import sort_pairs, token_sum
 
 engine_products = row_invariant_products
 
@@ -158,18 +158,6 @@ def _mix_by_ranks(
     return add_parts(chain.from_iterable(zip(*sums, strict=True)))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight * x / rms(x) over the last dimension of x [..., H]."""
-    if x.is_cuda:
-        return _RMSNorm.apply(x, weight, eps)
-    return engine_rms_norm(x, weight, eps)
-
-
-def silu(x: Tensor) -> Tensor:
-    """Compute x * sigmoid(x)."""
-    return _Silu.apply(x)
-
-
 @torch.no_grad()
 def rotary_rows(
     positions: Tensor, frequencies: Tensor, scale: float, like: Tensor
@@ -257,33 +245,6 @@ class _Product(torch.autograd.Function):
         )
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return engine_rms_norm(x, weight, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), aten, size = ctx.saved_tensors, torch.ops.aten, grad.shape[-1:]
-        _, scale = aten._fused_rms_norm(x, size, weight, ctx.eps)
-        return *aten._fused_rms_norm_backward(grad, x, size, scale, weight, [True, True]), None
-
-
-class _Silu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return engine_silu(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors)
-
-
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -320,11 +281,12 @@ class _MixExperts(torch.autograd.Function):
         pairs = sort_pairs(ids, len(down))
         token, ends = pairs.number // ids.shape[1], pairs.ends
         rows, weight = grad[token], weights.flatten()[pairs.number].unsqueeze(-1)
-        inner, slope = gated(kept, ctx.impl), F.grouped_mm(rows, down, offs=ends)
+        halves = kept.chunk(2, dim=-1)
+        inner, slope = gated(*halves, ctx.impl), F.grouped_mm(rows, down, offs=ends)
         grad_weights = torch.empty_like(weights)
         grad_weights.view(-1)[pairs.number] = (slope.float() * inner).sum(-1).to(weights.dtype)
         grad_down = F.grouped_mm(rows.t(), (inner * weight).to(x.dtype), offs=ends)
-        slope = gated_gradient((slope * weight).to(x.dtype), kept, ctx.impl)
+        slope = gated_gradient((slope * weight).to(x.dtype), *halves, ctx.impl)
         grad_gate_up = F.grouped_mm(slope.t(), x[token], offs=ends)
         grad_rows = F.grouped_mm(slope, gate_up, offs=ends)
         grad_x = token_sum(grad_rows, pairs.place, None, ctx.impl)

@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts and back, and the experts' gated activation, with gradients.
+"""Dispatch of tokens to experts and back, with gradients.
 
 A pair is a token and one of the experts chosen for it. torch computes the matrix products. In
 transformers' forward the operations around the products move more bytes than the products. Here
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.row_wise import silu_mul
+from trainer_bridge.ops.operation import operation
 
 _BLOCK = 2048  # elements of a row per iteration
 
@@ -53,14 +53,6 @@ def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") 
     return _Combine.apply(y, weights, pairs, impl)
 
 
-def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """Compute silu(gate) * up, [S, I], rounding both factors.
-
-    `gate_up` is contiguous [S, 2 * I], gate first.
-    """
-    return _SiluGate.apply(gate_up, impl)
-
-
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pairs: ExpertRows, impl: Impl) -> Tensor:
@@ -87,24 +79,10 @@ class _Combine(torch.autograd.Function):
         return *pair_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.impl), None, None
 
 
-class _SiluGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, impl: Impl) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.impl = impl
-        return gated(gate_up, impl)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gated_gradient(grad.contiguous(), *ctx.saved_tensors, ctx.impl), None
+# All inputs of these operations are contiguous.
 
 
-# Registered as torch operations, as in token_scores.py, so that the planner's fake tensors see a
-# single kernel that allocates its result. All inputs are contiguous.
-
-
-@torch.library.custom_op("trainer_bridge::token_sum", mutates_args=())
+@operation(lambda y, place, *_: y.new_empty((len(place), y.shape[1])))
 def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "auto") -> Tensor:
     """Sum the rows place[t] of `y` for each token t, weighted if `weights` is given; see `combine`.
 
@@ -131,12 +109,7 @@ def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "aut
     return rows.sum(1).to(y.dtype)
 
 
-@token_sum.register_fake
-def _(y: Tensor, place: Tensor, *_: Any) -> Tensor:
-    return y.new_empty((len(place), y.shape[1]))
-
-
-@torch.library.custom_op("trainer_bridge::pair_gradients", mutates_args=())
+@operation(lambda grad, y, weights, *_: (torch.empty_like(y), torch.empty_like(weights)))
 def pair_gradients(
     grad: Tensor, y: Tensor, weights: Tensor, number: Tensor, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -155,47 +128,6 @@ def pair_gradients(
     grad_weights = torch.empty_like(weights)
     grad_weights.view(-1)[number] = (rows * y).sum(-1).to(weights.dtype)
     return (rows * weights.flatten()[number].unsqueeze(-1)).to(y.dtype), grad_weights
-
-
-@pair_gradients.register_fake
-def _(grad: Tensor, y: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty_like(weights)
-
-
-@torch.library.custom_op("trainer_bridge::gated", mutates_args=())
-def gated(gate_up: Tensor, impl: str = "auto") -> Tensor:
-    """Compute `silu_gate` without recording a gradient."""
-    return silu_mul(gate_up, impl)  # type: ignore[arg-type]
-
-
-@gated.register_fake
-def _(gate_up: Tensor, *_: Any) -> Tensor:
-    return gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-
-
-@torch.library.custom_op("trainer_bridge::gated_gradient", mutates_args=())
-def gated_gradient(grad: Tensor, gate_up: Tensor, impl: str = "auto") -> Tensor:
-    """Compute the gradient of gate_up from that of `silu_gate`, in fp32, rounded once."""
-    if use_triton(impl, gate_up.device):  # type: ignore[arg-type]
-        rows, inner = grad.shape
-        assert grad.is_contiguous() and gate_up.is_contiguous()
-        out = torch.empty_like(gate_up)
-        block = min(_BLOCK, triton.next_power_of_2(inner))
-        with torch.cuda.device_of(gate_up):
-            _gated_gradient[(rows, triton.cdiv(inner, block))](
-                grad, gate_up, out, inner, BLOCK=block, num_warps=_warps(block)
-            )
-        return out
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    (gate, up), grad = gate_up.to(wide).chunk(2, dim=-1), grad.to(wide)
-    share = gate.sigmoid()
-    grad_gate = grad * up * share * (1 + gate * (1 - share))
-    return torch.cat([grad_gate, grad * gate * share], dim=-1).to(gate_up.dtype)
-
-
-@gated_gradient.register_fake
-def _(grad: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(gate_up)
 
 
 def _warps(block: int) -> int:
@@ -242,19 +174,3 @@ def _pair_gradients(  # type: ignore[no-untyped-def]
         tl.store(grad_y + place * hidden + column, gradient, mask=inside)
         total += tl.sum(slope * row, 0)
     tl.store(grad_weights + pair, total)
-
-
-@triton.jit
-def _gated_gradient(grad, gate_up, out, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the gradient of gate and up, as program (row, block of the inner size)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < inner
-    slope = tl.load(grad + row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up + 2 * row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (2 * row + 1) * inner + column, mask=inside, other=0.0).to(tl.float32)
-    share = tl.div_rn(1.0, 1.0 + tl.exp(-gate))
-    grad_gate = slope * up * share * (1.0 + gate * (1.0 - share))
-    dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(out + 2 * row * inner + column, grad_gate.to(dtype), mask=inside)
-    tl.store(out + (2 * row + 1) * inner + column, (slope * gate * share).to(dtype), mask=inside)

@@ -34,6 +34,7 @@ from rollout.ops.log_softmax import (
 )
 from rollout.ops.row_wise import same_products
 from trainer_bridge.ops.exact import linear
+from trainer_bridge.ops.operation import operation
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
 _WIDTHS = tuple(BLOCK << power for power in range(5))  # of slices; few, because each is probed
@@ -156,11 +157,18 @@ def slice_widths(words: int) -> set[int]:
     return {min(width, words) for width in _WIDTHS} | {words % width for width in _WIDTHS} - {0}
 
 
-# Registered as torch operations, so that the planner's fake tensors see a single kernel that
-# allocates its result. The reference allocates more temporaries.
+# The references allocate more temporaries than the kernels, which a plan counts.
 
 
-@torch.library.custom_op("trainer_bridge::reduce_logits", mutates_args=())
+def _blocks(logits: Tensor) -> int:
+    return triton.cdiv(logits.shape[1], BLOCK)
+
+
+def _reduced(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty((4, len(logits), _blocks(logits)), dtype=torch.float32)
+
+
+@operation(_reduced)
 def reduce_logits(
     logits: Tensor, target: Tensor, start: int, temperature: float, impl: str = "auto"
 ) -> Tensor:
@@ -173,8 +181,7 @@ def reduce_logits(
         fp32 [4, N, blocks] of z = logits / temperature: the maximum m of each block, the sum of
         exp(z - m), the sum of exp(z - m) * (m - z), and z of the target, -inf in other blocks.
     """
-    rows, words = logits.shape
-    blocks = triton.cdiv(words, BLOCK)
+    (rows, words), blocks = logits.shape, _blocks(logits)
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
         assert logits.stride(1) == 1 and target.is_contiguous()
         out = torch.empty((4, rows, blocks), dtype=torch.float32, device=logits.device)
@@ -194,13 +201,7 @@ def reduce_logits(
     return torch.stack([peaks, masses, falls, chosen])
 
 
-@reduce_logits.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    rows, words = logits.shape
-    return logits.new_empty((4, rows, -(-words // BLOCK)), dtype=torch.float32)
-
-
-@torch.library.custom_op("trainer_bridge::combine_blocks", mutates_args=())
+@operation(lambda parts, *_: parts.new_empty((5, parts.shape[1])))
 def combine_blocks(parts: Tensor, impl: str = "auto") -> Tensor:
     """Combine the results of `reduce_logits` for all blocks of the vocabulary, [4, N, blocks].
 
@@ -227,12 +228,7 @@ def combine_blocks(parts: Tensor, impl: str = "auto") -> Tensor:
     return torch.stack([score.float() for score in scores])
 
 
-@combine_blocks.register_fake
-def _(parts: Tensor, *_: Any) -> Tensor:
-    return parts.new_empty((5, parts.shape[1]))
-
-
-@torch.library.custom_op("trainer_bridge::logits_to_gradient", mutates_args=("logits",))
+@operation(lambda *_: None, mutates_args=("logits",))
 def logits_to_gradient(
     logits: Tensor,
     target: Tensor,
@@ -277,11 +273,6 @@ def logits_to_gradient(
     if grad_entropy is not None:
         slope += likely * (fall - mean_fall[:, None]) * (grad_entropy / temperature)[:, None]
     logits.copy_(slope)
-
-
-@logits_to_gradient.register_fake
-def _(*_: Any) -> None:
-    """Return nothing: the operation works in place."""
 
 
 def _cut(words: int) -> dict[str, int]:

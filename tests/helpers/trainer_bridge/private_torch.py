@@ -14,6 +14,13 @@ PRIVATE = {
         "FSDPParamGroup.wait_for_unshard", "FSDPParamGroup._to_sharded",
         "FSDPParam._unsharded_param", "FSDPParam.unsharded_accumulated_grad",
     ),
+    "passes of a single rank": (
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "FSDPParam.all_gather_inputs", "FSDPParam.all_gather_outputs", "FSDPParam.param_dtype",
+        "FSDPParam.init_all_gather_outputs", "FSDPParam.init_unsharded_param",
+        "FSDPParam.free_unsharded_param", "FSDPParam.sharded_param",
+        "FSDPParam.to_sharded_dtensor", "FSDPParamGroup.post_backward",
+    ),
     "sums of gradients in forward's dtype": ("FSDPParamGroup._fsdp_params_with_wider_grad_dtype",),
     "a pass after one that failed": (
         "FSDPState._state_ctx", "FSDPState._modules_to_run_forward",
@@ -30,8 +37,10 @@ PRIVATE = {
     # Other files of trainer_bridge read these.
     "attention over packed sequences": ("torch.ops.aten._flash_attention_forward",),
     "gradients of exact models": (
-        "torch.ops.aten._flash_attention_backward", "torch.ops.aten._fused_rms_norm",
-        "torch.ops.aten._fused_rms_norm_backward", "torch._C._set_deterministic_algorithms",
+        "torch.ops.aten._flash_attention_backward", "torch._C._set_deterministic_algorithms",
+    ),
+    "the probe of what a module computes": (
+        "torch.utils._python_dispatch._disable_current_modes",
     ),
     "the probe of exact models": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "updates of streamed masters": ("torch._foreach_copy_", "torch._fused_adamw_"),
