@@ -30,6 +30,7 @@ from benchmarks.common import (
 )
 from benchmarks.vllm_side import answer_lengths
 from recipes.setup.model_files import meta_model
+from recipes.setup.operations import Operations
 from trainer_bridge import SequenceBatch
 from trainer_bridge.models.packing import PACKED, Packing, pack_if_possible
 
@@ -60,23 +61,11 @@ TINY = Update("qwen2.5-0.5b", None, 4, 6, 5, 2, "layers")
 
 
 def operations(fields: dict[str, Any], update: Update) -> float:
-    """Return the operations of forward and backward: 6 a token and parameter that it uses."""
+    """Return the operations of forward and backward."""
     model, answers = meta_model(fields), answer_lengths(update.sequences, update.answer)
-    config, used, head = model.config, 0.0, 0
-    for name, parameter in model.named_parameters():
-        if "lm_head" in name:
-            head = parameter.numel()
-        elif "embed_tokens" in name:
-            head = head or parameter.numel()  # tied
-        elif ".experts." in name:
-            used += parameter.numel() * config.num_experts_per_tok / config.num_experts
-        else:
-            used += parameter.numel()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pairs = sum((update.prompt + answer) ** 2 / 2 for answer in answers)
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * width * pairs
-    tokens = sum(update.prompt + answer for answer in answers)
-    return 6 * (used * tokens + head * sum(answers)) + attention
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    lengths = [update.prompt + answer for answer in answers]
+    return Operations.of(model.config, shapes).update(lengths, sum(answers))
 
 
 @contextmanager
@@ -169,6 +158,7 @@ def measure(scale: Scale, update: Update, side: str, kernels: int) -> dict[str, 
     with SIDES[side](scale, update) as run:
         took = median_ms(run, scale.choose(5, 1), scale.choose(2, 0))
         times = of_device(scale, run)
+    times = [kernel for kernel in times if kernel.self_device_time_total]  # without calls of CUDA
     for kernel in times[:kernels]:
         took_ms = kernel.self_device_time_total / 1e3
         print(f"  {took_ms:9.2f} ms, {kernel.count:6d} x {kernel.key[:100]}")

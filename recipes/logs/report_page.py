@@ -24,6 +24,7 @@ MEDIANS = {  # figures of steps whose median is shown: label and format
     "step_seconds": ("step", "{:.2f} s"),
     "hidden_seconds": ("overlapped moves", "{:.3f} s"),
     "tokens_per_second": ("tokens per second", "{:,.0f}"),
+    "update_tflops": ("update, TFLOP/s a device", "{:,.3g}"),
     "mismatch_mean": ("log-probability mismatch", "{:.1e}"),
 }
 WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be above and below the measured peak

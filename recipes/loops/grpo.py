@@ -32,7 +32,7 @@ from recipes.loops.figures import answer_figures
 from recipes.loops.loop import Loop, Scoring, schedule_of
 from recipes.loops.rounds import learnable, sample_groups
 from recipes.loops.sampling import Samples, usable
-from recipes.loops.updates import mini_batches, update
+from recipes.loops.updates import mini_batches
 from trainer_bridge.learning import reference_figures
 
 
@@ -79,5 +79,4 @@ class GrpoLoop(Loop):
         taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
         batch = batch.select(taken)
         parts = mini_batches(len(batch), loop.epochs, loop.mini_batches, recipe.seed, step)
-        with self.stage("update_actor"):
-            return figures | update(self.trainer.update_actor, batch, parts)
+        return figures | self.update_actor(batch, parts)

@@ -24,10 +24,11 @@ from recipes.errors import ScorerError, counted
 from recipes.loops.evaluation import Standing, evaluate, failures, standing
 from recipes.loops.sampling import Samples, generate_sequences, rewarded, with_length_penalty
 from recipes.loops.sink import Sink
+from recipes.loops.updates import update
 from recipes.rewards import Rewards, Scored
 from recipes.setup.preparation import Setup
 from rollout import Rollout
-from trainer_bridge import Cycle, Schedule
+from trainer_bridge import Cycle, Schedule, SequenceBatch
 from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.learning import Tokens, log_ratios, mismatch
 from trainer_bridge.tag_names import PARAMS, REFERENCE
@@ -214,6 +215,20 @@ class Loop(abc.ABC):
             return scores
 
         return samples, scoring
+
+    def update_actor(
+        self, batch: SequenceBatch, parts: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        """Update the policy on each part of a batch, and return the means of the figures."""
+        started, operations = time.monotonic(), self.setup.operations
+        with self.stage("update_actor"):
+            figures = update(self.trainer.update_actor, batch, parts)
+        seconds = max(time.monotonic() - started, 1e-9)
+        if figures and operations is not None:
+            taken = map(batch.select, parts)
+            needed = sum(operations.update(part.lengths, part.num_tokens) for part in taken)
+            figures["update_tflops"] = needed / seconds / self.setup.recipe.cluster.size / 1e12
+        return figures
 
     def to_score(self, model: str = PARAMS) -> None:
         with self.sink.phase("to_score"):

@@ -89,8 +89,7 @@ class PpoLoop(Loop):
         with self.stage("update_critic"):
             row |= figures | update(trainer.update_critic, batch, parts)
         if step > ppo.critic_warmup_steps:
-            with self.stage("update_actor"):
-                row |= update(trainer.update_actor, batch, parts)
+            row |= self.update_actor(batch, parts)
         trained = self.setup.tasks.trained
         return row | answer_figures(samples, scores, self.sampling_seconds, trained)
 

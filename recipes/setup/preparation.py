@@ -26,6 +26,7 @@ from recipes.setup.model_files import (
     load_tokenizer,
     toy_tokenizer,
 )
+from recipes.setup.operations import Operations
 from recipes.setup.pool import Shorter, demanded_tokens, pool_fault, pool_tokens
 from recipes.setup.prompt_digests import first_change, prompt_digests
 from recipes.setup.prompts import PromptFormat, encode_prompts, prompt_format, without_long
@@ -39,6 +40,7 @@ from rollout.model import (
     load_model_config,
     longest_context,
     open_tensors,
+    parameter_shapes,
 )
 from trainer_bridge.config import INSTALL_OPTIM
 from trainer_bridge.models import lora_target_names
@@ -59,6 +61,7 @@ class Setup:
         max_request_tokens: Tokens of the longest prompt and answer.
         template: Chat template of the prompts; None: they are plain text.
         started: Start of the run, the present of chat templates.
+        operations: Operations of updates; None if the model's configuration does not tell.
     """
 
     recipe: Recipe
@@ -71,6 +74,7 @@ class Setup:
     max_request_tokens: int
     template: str | None = None
     started: datetime = field(default_factory=datetime.now)
+    operations: Operations | None = None
 
     @property
     def longest_prompt(self) -> int:
@@ -159,7 +163,16 @@ def prepare(
         max_request_tokens=longest + recipe.sampling.max_tokens,
         template=form.template,
         started=started,
+        operations=_operations(recipe, model_dir),
     )
+
+
+def _operations(recipe: Recipe, model_dir: Path) -> Operations | None:
+    try:
+        shapes, _ = parameter_shapes(model_dir)
+        return Operations.of(load_hf_config(model_dir), shapes, frozen=bool(recipe.lora.rank))
+    except AttributeError:  # of a configuration with other names
+        return None
 
 
 def encoded_tasks(

@@ -22,6 +22,7 @@ SMALL_PPO = ("loop.prompts_per_step=8", "loop.samples_per_prompt=4", "eval.every
 CLOCK_FIGURES = (  # these differ between runs of one recipe
     "step_seconds",
     "tokens_per_second",
+    "update_tflops",
     "stages",
     "sync",
     "memory",
