@@ -177,7 +177,7 @@ def test_resident_tags_stay_and_change_no_number(
     continue_run(folder, None, ["steps=3", *words])
     row = rows(folder, "train")[-1]
     stages = row["stages"]
-    assert 0 < row["hidden_seconds"] < row["step_seconds"]
+    assert 0 < row["hidden_seconds"] < row["step_seconds"] and row["update_tflops"] > 0
     assert "begin_offload" in stages and "prefetch" in stages and "reload_params" in stages
     assert "offload_params" not in stages and "offload_optim" not in stages
     words = ["steps=5", "cycle.resident=auto", "cycle.alias=auto", "cycle.overlap=[]"]
