@@ -106,6 +106,12 @@ class Recipe:
         """Return the largest number of answers of one update on a trainer rank."""
         return math.ceil(self.answers_per_rank / self.loop.mini_batches)
 
+    @property
+    def stored_dtype(self) -> str:
+        """Return the dtype of the trainer's own parameters, adapters apart."""
+        masters_elsewhere = self.lora.rank or self.trainer.optimizer_offload
+        return self.model.dtype if masters_elsewhere else self.trainer.dtype
+
     def regathers(self, micro_batch_size: int) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
 
@@ -117,10 +123,7 @@ class Recipe:
         Returns:
             The number of further micro batches of all updates.
         """
-        stored: str = self.trainer.dtype
-        if self.lora.rank or self.trainer.optimizer_offload:
-            stored = self.model.dtype
-        if self.cluster.size == 1 and stored == self.model.dtype:
+        if self.cluster.size == 1 and self.stored_dtype == self.model.dtype:
             return 0
         repeated = math.ceil(self.answers_per_update / micro_batch_size) - 1
         return repeated * self.updates_per_step

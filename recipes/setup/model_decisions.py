@@ -120,9 +120,8 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
         return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"
     if recipe.lora.rank:
         return "the engine serves merged adapters, not the trainer's pages"
-    own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
-    if own != recipe.model.dtype:
-        return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
+    if recipe.stored_dtype != recipe.model.dtype:
+        return f"the trainer's pages are {recipe.stored_dtype}, model.dtype={recipe.model.dtype}"
     if "weights" in recipe.cycle.named:
         return "cycle.resident names weights, whose pages go back to the trainer"
     config = TrainerConfig(

@@ -69,7 +69,7 @@ class TokenSteps:
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
 
     def run(self, prompts: PromptSource) -> None:
-        """Start a forward of the samples that the scheduler chooses, and read earlier results.
+        """Launch a forward of the samples that the scheduler chooses, and read earlier results.
 
         The next tokens of beam searches and of a split are chosen on the host, so such steps are
         read at once. If the step fails, the running samples start over, because pages were

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from memsaver.system.devices import Impl, use_triton
 from rollout.ops.row_wise import rms_norm as engine_rms_norm
 from rollout.ops.row_wise import silu_mul
-from trainer_bridge.ops.operation import operation
+from trainer_bridge.ops.operation import operation, warps
 
 _BLOCK = 2048  # elements of a row per iteration
 _TILE = 4096  # elements per iteration of a program with several rows
@@ -163,7 +163,7 @@ def gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, impl: str = "auto") -
         with torch.cuda.device_of(gate):
             _gated_gradient[(rows, triton.cdiv(inner, block))](
                 grad, gate, up, out, inner, gate.stride(0), BLOCK=block,
-                num_warps=max(1, min(8, block // 256)),
+                num_warps=warps(block),
             )  # fmt: skip
         return out
     wide = torch.promote_types(gate.dtype, torch.float32)
@@ -186,7 +186,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool, impl: str = "auto")
             _rotate[(batch * tokens, triton.cdiv(heads, together))](
                 x, cos, sin, out, heads, tokens, *x.stride()[:3], tokens if len(cos) > 1 else 0,
                 HALF=width // 2, BLOCK=block, HEADS=together, BACK=back,
-                num_warps=max(1, min(8, block * together // 256)), enable_fp_fusion=False,
+                num_warps=warps(block * together), enable_fp_fusion=False,
             )  # fmt: skip
         return out
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memsaver.system.devices import Impl, use_triton
-from trainer_bridge.ops.operation import operation
+from trainer_bridge.ops.operation import operation, warps
 
 _BLOCK = 2048  # elements of a row per iteration
 
@@ -99,7 +99,7 @@ def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "aut
         with torch.cuda.device_of(y):
             _token_sum[(tokens, triton.cdiv(hidden, block))](
                 y, y if weights is None else weights, place, out, hidden, TOP_K=top_k,
-                WEIGHED=weights is not None, ROUNDED=rounded, BLOCK=block, num_warps=_warps(block),
+                WEIGHED=weights is not None, ROUNDED=rounded, BLOCK=block, num_warps=warps(block),
                 enable_fp_fusion=False,
             )  # fmt: skip
         return out
@@ -121,17 +121,13 @@ def pair_gradients(
         with torch.cuda.device_of(y):
             _pair_gradients[(len(y),)](
                 grad, y, weights, number, grad_y, grad_weights, y.shape[1],
-                TOP_K=weights.shape[1], BLOCK=block, num_warps=_warps(block),
+                TOP_K=weights.shape[1], BLOCK=block, num_warps=warps(block),
             )  # fmt: skip
         return grad_y, grad_weights
     rows = grad[number // weights.shape[1]].to(torch.promote_types(y.dtype, torch.float32))
     grad_weights = torch.empty_like(weights)
     grad_weights.view(-1)[number] = (rows * y).sum(-1).to(weights.dtype)
     return (rows * weights.flatten()[number].unsqueeze(-1)).to(y.dtype), grad_weights
-
-
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
 
 
 @triton.jit

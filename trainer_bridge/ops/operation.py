@@ -1,4 +1,4 @@
-"""Registration of functions as operations of torch."""
+"""Registration of functions as operations of torch, and the size of their kernels' programs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,3 +27,8 @@ def operation(
         return getattr(torch.ops.trainer_bridge, name).default
 
     return register
+
+
+def warps(elements: int) -> int:
+    """Return the warps of a program that works on so many elements at a time."""
+    return max(1, min(8, elements // 256))

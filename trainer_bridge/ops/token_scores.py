@@ -34,7 +34,7 @@ from rollout.ops.log_softmax import (
 )
 from rollout.ops.row_wise import same_products
 from trainer_bridge.ops.exact import linear
-from trainer_bridge.ops.operation import operation
+from trainer_bridge.ops.operation import operation, warps
 
 SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
 _WIDTHS = tuple(BLOCK << power for power in range(5))  # of slices; few, because each is probed
@@ -278,7 +278,7 @@ def logits_to_gradient(
 def _cut(words: int) -> dict[str, int]:
     """Return the compile-time arguments for rows of `words` words."""
     block = min(_GRADIENTS, triton.next_power_of_2(words))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
+    return {"BLOCK": block, "num_warps": warps(block)}
 
 
 @triton.jit(

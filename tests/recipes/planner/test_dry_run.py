@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import recipes
 from memsaver.ops.layout import round_up
@@ -17,6 +20,7 @@ from recipes.planner.dry_run import DryRun, Stages, dry_run, planned_trainer
 from recipes.planner.planned_device import PAGE
 from recipes.planner.planned_sides import EngineSizes
 from recipes.planner.sizes import GIB, MIB
+from recipes.run import start_run
 from tests.helpers.case_selection import some
 from tests.helpers.recipes.model_folders import model_folder
 
@@ -192,3 +196,122 @@ def test_update_that_keeps_unsharded_parameters_has_their_bytes() -> None:
     held = runs(recipe, *[{"keep_unsharded": keep, "resident": ()} for keep in turns])
     kept, plain, again = (torch_of(run.stages, "update_actor") for run in held)
     assert kept == again >= plain + held[0].tags["params"] - 20 * MIB
+
+
+def test_resident_tags_have_their_bytes_at_every_stage() -> None:
+    recipe = recipes.load("tiny", ["cycle.alias=never"])
+    residents = [["optim", "weights"], [], ["params"]]
+    for resident, run in zip(
+        residents, runs(recipe, *[{"resident": tags} for tags in residents]), strict=True
+    ):
+        tags = run.tags | SIZES.tags
+        for stage, entry in run.stages.items():
+            for tag in resident:
+                assert entry["tags"][tag] == tags[tag], (stage, tag)
+        generating = run.stages["generate_sequences"]["tags"]
+        assert (generating["optim"] > 0) == ("optim" in resident)
+
+
+def test_torch_cache_stays_from_first_stage_on_if_all_tags_stay() -> None:
+    """Compare with a tag that leaves, which empties the cache that an update fills."""
+    recipe = recipes.load("tiny", ["cycle.alias=never"])
+    every = ["params", "optim", "weights", "kv_cache", "cuda_graph"]
+    pair = runs(recipe, {"resident": every}, {"resident": every[1:]})
+    all_stays, leaves = (run.stages for run in pair)
+    assert len({torch_of(all_stays, stage) for stage in all_stays}) == 1
+    assert torch_of(leaves, "wake_kv_cache") <= PAGE  # buffers
+    assert torch_of(leaves, "update_actor") == torch_of(all_stays, "update_actor")
+
+
+def test_parameters_return_during_generation_if_a_gib_stays_free() -> None:
+    """Check whether parameters are back when the engine goes to sleep, by the room."""
+    recipe = recipes.load("tiny", ["cycle.alias=never"])
+    leaving = {"resident": (), "overlap": ("params", "optim")}
+    roomy, tight = (run.stages for run in runs(recipe, leaving, rooms=(2 * GIB, GIB)))
+    params = roomy["update_actor"]["tags"]["params"]
+    asleep = [stages["sleep"] for stages in (roomy, tight)]
+    assert [stage["tags"]["params"] for stage in asleep] == [params, 0]
+    assert asleep[0]["device_bytes"] - asleep[1]["device_bytes"] == params > 0
+    needed = params + sum(SIZES.tags.values()) + GIB
+    needed += sum(roomy["generate_sequences"]["torch"].values())
+    rooms = needed, needed - 1
+    least = [run.stages["sleep"]["tags"] for run in runs(recipe, leaving, rooms=rooms)]
+    assert [tags["params"] for tags in least] == [params, 0]
+    further = roomy.keys() - {"sleep"}
+    assert {stage: roomy[stage]["device_bytes"] for stage in further} == {
+        stage: tight[stage]["device_bytes"] for stage in further
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    some(
+        "tiny-ppo trainer.micro_batch_size=1 loop.mini_batches=4 loop.prompts_per_step=4",
+        whole=["tiny"],
+    ),
+)
+def test_later_dry_runs_of_a_trainer_equal_separate_ones(words: str) -> None:
+    """Reuse cached computations over switches that empty the cache at different places."""
+    name, *more = words.split()
+    recipe = recipes.load(name, ["cycle.alias=never", *more])
+    choices: list[dict[str, Any]] = [
+        {"resident": ("params", "optim"), "hand_over": True},
+        {"resident": (), "overlap": ("params", "optim")},
+        {"resident": recipe.present_tags(), "hand_over": True},
+    ]
+    fields = FIELDS | {"num_hidden_layers": 1}
+    separate = [run for choice in choices for run in runs(recipe, choice, fields=fields)]
+    assert runs(recipe, *choices, fields=fields) == separate
+
+
+def test_mixture_in_fp32_is_planned_with_twice_the_bytes_of_bf16() -> None:
+    """Compare scoring in fp32 and bf16; torch's meta shapes of grouped products need bf16."""
+    held = [
+        torch_of(
+            step(f"model.dtype={dtype}", "sampling.max_tokens=10", SCORED, model="mixture"),
+            "compute_log_prob",
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert 1.5 < held[0] / held[1] < 2.5
+
+
+def test_planning_in_a_process_with_a_group_is_refused_and_keeps_the_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="process group; destroy the group, or plan"):
+            planned(FIELDS)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+    planned(FIELDS, "sampling.max_tokens=8")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap", "begin"),
+    [("tiny", "[]", ""), ("tiny-ppo", "[params,optim]", "compute_ref_log_prob")],
+)
+def test_tags_of_every_stage_equal_those_of_a_real_run(
+    name: str, overlap: str, begin: str, tmp_path: Path, no_pictures: None
+) -> None:
+    """Compare with a CPU run, whose pages are smaller than the planned ones.
+
+    Prefetched parameters are back when the reference scores, and stay on the device with it. The
+    reference returns in training, to be refreshed. The moments of the run with PPO are in 8 bits.
+    """
+    words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
+    words += [f"cycle.overlap={overlap}", f"{ALGORITHMS[name]}.prompts_per_step=8"]
+    if name == "tiny-ppo":
+        words += ["loss.reference_every=1", "loss.kl_in=loss", "trainer.optimizer=adamw_8bit"]
+    folder = start_run(name, words, tmp_path / "run")
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
+    recipe = recipes.load(name, words)
+    (run,) = runs(recipe, {}, rooms=(4 * GIB,), fields=recipe.model.random_fields())
+    stages = [*run.stages]
+    assert stages == [*measured]
+    for stage in stages[stages.index(begin) if begin else 0 :]:
+        for tag in {"params", "optim", "critic", "critic_optim", "reference"} & run.tags.keys():
+            held, taken = run.stages[stage]["tags"][tag], measured[stage]["tags"].get(tag, 0)
+            assert held == round_up(taken, PAGE), (stage, tag)
