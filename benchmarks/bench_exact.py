@@ -47,7 +47,7 @@ class Update(NamedTuple):
 
 
 UPDATES = (
-    Update("qwen2.5-0.5b", None, 64, "mlp"),  # as the packaged recipe trains
+    Update("qwen2.5-0.5b", None, 64, "mlp"),
     Update("qwen2.5-0.5b", None, 8, "layers"),
     Update("qwen2.5-7b", 6, 8, "layers"),
     Update("qwen3-30b-a3b", 4, 8, "layers"),

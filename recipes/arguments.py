@@ -77,8 +77,8 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     recipe = setup.recipe
     section = dataclasses.asdict(recipe.trainer)
     betas = (section.pop("beta1"), section.pop("beta2"))
-    section["keep_unsharded"] = setup.decisions.keep_unsharded
-    section["micro_batch_size"] = setup.decisions.micro_batch_size
+    for name in ("keep_unsharded", "activation_checkpointing", "micro_batch_size"):
+        section[name] = getattr(setup.decisions, name)
     for key in ("schedule", "warmup_steps", "final_rate"):
         del section[key]  # The loop turns them into a schedule of updates.
     return TrainerConfig(

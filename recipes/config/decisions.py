@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+from recipes.config.literals import Checkpointing
 from recipes.config.recipe import Recipe
 
 UNPLANNED_SIZE = 4
@@ -28,6 +29,7 @@ class Decisions:
         overlap: Tags whose moves are overlapped with work.
         hand_over: Whether memory that leaves goes to the other side.
         keep_unsharded: Whether unsharded parameters stay between micro batches.
+        activation_checkpointing: What the backward pass recomputes.
         micro_batch_size: Sequences in a pass of the trainer.
         reasons: Lines for a reader about a decision, by its name.
         open: Names of decisions that are still to be made. Until then they have their defaults.
@@ -40,6 +42,7 @@ class Decisions:
     overlap: Sequence[str] = ()
     hand_over: bool = False
     keep_unsharded: bool = False
+    activation_checkpointing: Checkpointing = "layers"
     micro_batch_size: int = UNPLANNED_SIZE
     reasons: Mapping[str, str] = field(default_factory=dict)
     open: frozenset[str] = frozenset()
@@ -56,6 +59,7 @@ class Decisions:
             "overlap": cycle.overlap,
             "hand_over": _is_wanted(cycle.hand_over),
             "keep_unsharded": trainer.keep_unsharded,
+            "activation_checkpointing": trainer.activation_checkpointing,
             "micro_batch_size": trainer.micro_batch_size,
         }
         values = {name: value for name, value in wishes.items() if value != "auto"}

@@ -2,4 +2,5 @@
 
 from typing import Literal
 
+Checkpointing = Literal["layers", "mlp", "none"]
 Extract = Literal["text", "number", "boxed", "tag"]

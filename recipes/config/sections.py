@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ar
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from recipes.config.literals import Extract
+from recipes.config.literals import Checkpointing, Extract
 
 Class = TypeVar("Class")
 CONFIG = ConfigDict(
@@ -193,7 +193,8 @@ class TrainerSection:
         keep_unsharded: Whether unsharded parameters and gradients stay between micro batches: less
             time, more memory; auto: on a GPU where the plan has room, beside a native engine.
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
-            nothing.
+            nothing; auto: on a GPU beside a native engine, what takes least time and fits by the
+            plan; else layers.
         threads: CPU threads of torch; null: torch's own choice.
         optimizer: With adamw_8bit, moments take 2 bytes a parameter instead of 8; it needs
             bitsandbytes (`pip install 'memsaver[optim]'`).
@@ -213,7 +214,7 @@ class TrainerSection:
     router_aux_loss_coef: PositiveOrZero = 0.0
     micro_batch_size: Count | Literal["auto"] = "auto"
     keep_unsharded: bool | Literal["auto"] = "auto"
-    activation_checkpointing: Literal["layers", "mlp", "none"] = "layers"
+    activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
     threads: Count | None = None
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     optimizer_offload: bool = False

@@ -194,10 +194,11 @@ class Planning:
 
     Attributes:
         elements: Elements of the longest sequence's hidden states: its tokens times their width.
+        longest: Tokens of the longest sequence.
     """
 
     def __init__(self, recipe: Recipe, decisions: Decisions, request: PlanRequest) -> None:
-        self._recipe, self._decisions, self._request = recipe, decisions, request
+        self._recipe, self._request = recipe, request
         self._prompt = prompt = request.prompt_tokens or GUESSED_PROMPT
         own, self._engine_contexts, self._outside = _contexts(recipe, request)
         self._gpu = request.gpu._replace(contexts=own)
@@ -206,12 +207,15 @@ class Planning:
         self._engine, self._tokens, self._token_bytes = engine_sizes(
             recipe, request.directory, request.gpu, prompt, bool(decisions.exact)
         )
-        width = config.get_text_config().hidden_size
-        self.elements = width * (prompt + recipe.sampling.max_tokens)
+        self.longest = prompt + recipe.sampling.max_tokens
+        self.elements = config.get_text_config().hidden_size * self.longest
 
     @contextlib.contextmanager
-    def begun(self) -> Iterator[Callable[[Decisions], MemoryPlan]]:
+    def begun(self, decisions: Decisions) -> Iterator[Callable[[Decisions], MemoryPlan]]:
         """Yield a function that plans with further decisions, inside the block.
+
+        Args:
+            decisions: Decisions, of which those that a model is built with are made.
 
         Raises:
             ValueError: This process is part of a torch.distributed group.
@@ -222,7 +226,7 @@ class Planning:
         # What shares a GPU with the trainer.
         beside = self._engine if recipe.cluster.colocate else NO_ENGINE
         how: dict[str, Any] = {"room": card.total - card.contexts, "staged": self._request.staged}
-        with planned_trainer(recipe, self._decisions, self._request.directory, **given) as pair:
+        with planned_trainer(recipe, decisions, self._request.directory, **given) as pair:
             yield lambda decided: self._plan(decided, dry_run(decided, beside, *pair, **how))
 
     def _plan(self, decided: Decisions, run: DryRun) -> MemoryPlan:

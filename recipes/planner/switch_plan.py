@@ -1,10 +1,11 @@
-"""Decisions of a plan: the micro batch, which tags stay on the device, what the trainer keeps.
+"""Decisions of a plan: recomputation, micro batch, which tags stay, what the trainer keeps.
 
-`plan_switch` decides in this order. First the micro batch (`micro_batch.py`), as if all tags left
-that may and the trainer gathered parameters for each micro batch. For a larger one, only tags can
-leave that an update does not need, such as the engine's, and more micro batches cost more time.
-Then the tags: the cheapest switch that fits. Then `trainer.keep_unsharded`. If it is false, passes
-that are large enough for kernels may become larger, if that saves more gathers than it costs.
+`plan_switch` decides in this order, for each way of recomputation (`recomputation.py`). First the
+micro batch (`micro_batch.py`), as if all tags left that may and the trainer gathered parameters for
+each micro batch. For a larger one, only tags can leave that an update does not need, such as the
+engine's, and more micro batches cost more time. Then the tags: the cheapest switch that fits. Then
+`trainer.keep_unsharded`. If it is false, passes that are large enough for kernels may become
+larger, if that saves more gathers than it costs.
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
 from recipes.planner.memory_plan import MemoryPlan, Planning, PlanRequest
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
+from recipes.planner.recomputation import Work, with_recomputation
 from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
 from recipes.setup.model_decisions import without_moves
@@ -45,14 +47,37 @@ def plan_switch(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> M
         decisions: Decisions, of which `exact` and `alias` are made.
         request: What to plan for.
     """
+    if request.gpu.on_host:
+        decisions = without_moves(decisions, recipe)
     planning = Planning(recipe, decisions, request)
-    with planning.begun() as make_plan:
-        if request.gpu.on_host:
-            return make_plan(without_moves(decisions, recipe))
-        planner = _SwitchPlanner(recipe, make_plan)
-        if "micro_batch_size" in decisions.open:
-            return planner.with_size(decisions, planning.elements)
-        return planner.decided(decisions)
+
+    def planned(decided: Decisions) -> MemoryPlan:
+        with planning.begun(decided) as make_plan:
+            if request.gpu.on_host:
+                return make_plan(decided)
+            planner = _SwitchPlanner(recipe, make_plan)
+            if "micro_batch_size" in decided.open:
+                return planner.with_size(decided, planning.elements)
+            return planner.decided(decided)
+
+    if "activation_checkpointing" not in decisions.open:
+        return planned(decisions)
+    work = Work.of(recipe, request.directory, planning.longest)
+    if work is None:
+        return planned(decisions.decided(activation_checkpointing="layers"))
+    return with_recomputation(
+        lambda way, line: planned(decisions.decided(line, activation_checkpointing=way)),
+        lambda plan: plan.exposed + _gathering(recipe, plan),
+        work,
+    )
+
+
+def _gathering(recipe: Recipe, plan: MemoryPlan) -> float:
+    """Return the seconds of a step in which the trainer gathers and reduces again."""
+    if plan.decisions.keep_unsharded:
+        return 0.0
+    params = recipe.cluster.size * Switch(plan, recipe).sizes.get(PARAMS, 0)
+    return _GATHERED * params * recipe.regathers(plan.decisions.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -79,8 +104,7 @@ class _SwitchPlanner:
             """Return the plan, and its seconds that depend on the size."""
             line = {"micro_batch_size": reason(size, sizes, answers)}
             plan = self.decided(decisions.decided(line, micro_batch_size=size))
-            kept = plan.decisions.keep_unsharded
-            return plan.exposed + (0 if kept else self._gathering(plan, size)), plan
+            return plan.exposed + _gathering(self.recipe, plan), plan
 
         sizes = sizes_to_try(answers, elements)
         size = choose_size(sizes, planned)
@@ -97,18 +121,13 @@ class _SwitchPlanner:
         if "keep_unsharded" not in decisions.open:
             return self._with_tags(decisions)
         plan = self._with_tags(decisions.decided(keep_unsharded=False))
-        gain = self._gathering(plan, decisions.micro_batch_size)
+        gain = _gathering(self.recipe, plan)
         if not gain or not self._may_keep(plan):
             return plan
         line = "kept from micro batch to micro batch: unsharded parameters and gradients"
         kept = self._with_tags(decisions.decided({"keep_unsharded": line}, keep_unsharded=True))
         fits = kept.fits and kept.peak.device_bytes <= kept.sure_room
         return kept if fits and kept.exposed < plan.exposed + gain else plan
-
-    def _gathering(self, plan: MemoryPlan, micro_batch_size: int) -> float:
-        """Return the seconds of a step in which the trainer gathers and reduces again."""
-        params = self.recipe.cluster.size * Switch(plan, self.recipe).sizes.get(PARAMS, 0)
-        return _GATHERED * params * self.recipe.regathers(micro_batch_size)
 
     def _may_keep(self, plan: MemoryPlan) -> bool:
         """Return whether an update has room for half the parameters' bytes; unsharded take more.

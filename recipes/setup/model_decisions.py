@@ -17,6 +17,8 @@ from trainer_bridge.models import FLASH, check_layout
 
 UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
 """Line about a micro batch that no plan decided."""
+OF_THE_TRAINER = ("keep_unsharded", "activation_checkpointing", "micro_batch_size")
+"""Decisions that a trainer is built with."""
 OUTCOMES = {"warn": "differences are counted", True: "a difference ends the run"}
 """Words about exact runs."""
 
@@ -44,7 +46,7 @@ def first_decisions(
         decisions = decisions.taking(before)
     decisions = _with_alias(_with_exact(decisions, recipe, model_dir, device), recipe, model_dir)
     if recipe.engine.hosted:  # The trainer is built before there is a plan.
-        decisions = unplanned(decisions, "overlap", "keep_unsharded", "micro_batch_size")
+        decisions = unplanned(decisions, "overlap", *OF_THE_TRAINER)
     if decisions.overlap or not recipe.cluster.colocate:
         decisions = unplanned(decisions, "hand_over")
     size = decisions.micro_batch_size

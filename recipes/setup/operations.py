@@ -3,7 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, Self
+
+from recipes.config.recipe import Recipe
+from rollout.model import load_hf_config, parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,17 @@ class Operations:
         """
         pairs = sum(length**2 / 2 for length in lengths)
         return self.token * sum(lengths) + self.scored * scored + self.pair * pairs
+
+
+def count_operations(recipe: Recipe, model_dir: Path) -> Operations | None:
+    """Count the operations of a recipe's updates; None if its model's configuration does not tell.
+
+    Args:
+        recipe: The recipe.
+        model_dir: Folder of the model.
+    """
+    try:
+        shapes, _ = parameter_shapes(model_dir)
+        return Operations.of(load_hf_config(model_dir), shapes, frozen=bool(recipe.lora.rank))
+    except AttributeError:  # of a configuration with other names
+        return None

@@ -26,7 +26,7 @@ from recipes.setup.model_files import (
     load_tokenizer,
     toy_tokenizer,
 )
-from recipes.setup.operations import Operations
+from recipes.setup.operations import Operations, count_operations
 from recipes.setup.pool import Shorter, demanded_tokens, pool_fault, pool_tokens
 from recipes.setup.prompt_digests import first_change, prompt_digests
 from recipes.setup.prompts import PromptFormat, encode_prompts, prompt_format, without_long
@@ -40,7 +40,6 @@ from rollout.model import (
     load_model_config,
     longest_context,
     open_tensors,
-    parameter_shapes,
 )
 from trainer_bridge.config import INSTALL_OPTIM
 from trainer_bridge.models import lora_target_names
@@ -163,16 +162,8 @@ def prepare(
         max_request_tokens=longest + recipe.sampling.max_tokens,
         template=form.template,
         started=started,
-        operations=_operations(recipe, model_dir),
+        operations=count_operations(recipe, model_dir),
     )
-
-
-def _operations(recipe: Recipe, model_dir: Path) -> Operations | None:
-    try:
-        shapes, _ = parameter_shapes(model_dir)
-        return Operations.of(load_hf_config(model_dir), shapes, frozen=bool(recipe.lora.rank))
-    except AttributeError:  # of a configuration with other names
-        return None
 
 
 def encoded_tasks(

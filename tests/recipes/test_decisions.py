@@ -17,6 +17,7 @@ AUTO = [
     *("driver=auto", "exact=auto", "cycle.alias=auto", "cycle.resident=auto"),
     *("cycle.overlap=auto", "cycle.hand_over=auto"),
     *("trainer.keep_unsharded=auto", "trainer.micro_batch_size=auto"),
+    "trainer.activation_checkpointing=auto",
 ]
 NAMED = {
     "driver": ("driver=ray", "ray"),
@@ -26,6 +27,7 @@ NAMED = {
     "overlap": ("cycle.overlap=[params]", ["params"]),
     "hand_over": ("cycle.hand_over=never", False),
     "keep_unsharded": ("trainer.keep_unsharded=true", True),
+    "activation_checkpointing": ("trainer.activation_checkpointing=mlp", "mlp"),
     "micro_batch_size": ("trainer.micro_batch_size=8", 8),
 }
 

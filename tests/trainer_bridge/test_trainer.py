@@ -201,6 +201,21 @@ def test_kept_parameters_are_gathered_and_reduced_once_in_a_batch(
             assert plain == kept
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_recomputation_changes_no_bits_of_the_weights(
+    family: str, device: str, tmp_path: Path, make_trainer: Make
+) -> None:
+    path, results = write_model(tmp_path, family), list[dict[str, torch.Tensor]]()
+    for way in ("none", "mlp", "layers"):
+        how: dict[str, Any] = {"param_dtype": "bfloat16", "device": device}
+        trainer = make_trainer(path, activation_checkpointing=way, **STABLE, **how)
+        for seed in range(2):
+            trainer.update_actor(make_batch(7, seed=seed))
+        results.append(bits(trainer))
+    for others in results[1:]:
+        assert_same_bits(others, results[0])
+
+
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_model_and_log_probs_match_transformers(
     family: str, changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make

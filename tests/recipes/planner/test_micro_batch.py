@@ -185,11 +185,12 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     capsys: pytest.CaptureFixture[str],
     no_pictures: None,
 ) -> None:
-    """Plan CPU runs for a GPU's limit; that of the resumed one would choose 2, and keep nothing.
+    """Plan CPU runs for a GPU's limit; that of the resumed one would choose 1, and keep nothing.
 
-    The plans are made in this process, which takes less time than another process.
+    The micro batch is kept, recomputation is decided again, which changes no bits. The plans are
+    made in this process, which takes less time than another process.
     """
-    updates, update = list[tuple[int, bool, int]](), Trainer.update_actor
+    updates, update = list[tuple[int, str, bool, int]](), Trainer.update_actor
 
     def watched(self: Trainer, batch: Any) -> dict[str, float]:
         if isinstance(self, PlannedTrainer):
@@ -202,7 +203,8 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
             held += event.nbytes() if event.name() == "[memory]" else 0
             peak = max(peak, held)
         used = peak + sum(self.take_usage().tags.values())
-        updates.append((self.config.micro_batch_size, self.config.keep_unsharded, used))
+        size, way = self.config.micro_batch_size, self.config.activation_checkpointing
+        updates.append((size, way, self.config.keep_unsharded, used))
         return figures
 
     monkeypatch.setattr(Trainer, "update_actor", watched)
@@ -217,10 +219,11 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
     monkeypatch.setattr("recipes.run.device_bytes", lambda device: next(limits))
     monkeypatch.setattr("recipes.planner.decide.plan_apart", plan_here)
     words = [*GRPO, "eval.every=0", "checkpoint.every=1", "checkpoint.export_every=null"]
+    words += ["trainer.activation_checkpointing=auto"]
     start_run("tiny", [*words, "steps=1"], tmp_path / "run")
-    assert "micro batch: 8 sequences; 16 do not fit" in capsys.readouterr().out
+    assert "micro batch: 16 sequences; 32 do not fit" in capsys.readouterr().out
     continue_run(tmp_path / "run", None, ["steps=2"])
-    assert "micro batch: 8 sequences; 16 do not fit" in capsys.readouterr().out
-    assert [decided for *decided, _ in updates] == [[8, False]] * 2
+    assert "micro batch: 16 sequences; 32 do not fit" in capsys.readouterr().out
+    assert [decided for *decided, _ in updates] == [[16, "mlp", False], [16, "layers", False]]
     assert [plan.gpu.total for plan in plans] == [LIMIT, 2600 * MIB]
     assert all(nbytes + plans[0].gpu.contexts <= LIMIT for *_, nbytes in updates)
