@@ -79,6 +79,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     betas = (section.pop("beta1"), section.pop("beta2"))
     for name in ("keep_unsharded", "activation_checkpointing", "micro_batch_size"):
         section[name] = getattr(setup.decisions, name)
+    section["micro_batch_tokens"] = setup.decisions.micro_batch_size * setup.max_request_tokens
     for key in ("schedule", "warmup_steps", "final_rate"):
         del section[key]  # The loop turns them into a schedule of updates.
     return TrainerConfig(

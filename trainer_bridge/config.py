@@ -268,6 +268,8 @@ class TrainerConfig:
             one forward and backward. Shorter sequences are packed without padding, up to the same
             number of tokens. Models whose packed sequences would attend to each other get padded
             ones.
+        micro_batch_tokens: Number of tokens up to which sequences are packed instead, or those of
+            the longest sequence, if it has more.
         keep_unsharded: Gather parameters once per batch and keep them, and add gradients of micro
             batches unsharded, which are reduced with those of the last. Otherwise every layer is
             gathered and reduced in every micro batch.
@@ -313,6 +315,7 @@ class TrainerConfig:
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8
+    micro_batch_tokens: int | None = None
     keep_unsharded: bool = False
     activation_checkpointing: Checkpointing = "none"
     threads: int | None = None
@@ -355,7 +358,7 @@ class TrainerConfig:
             ("activation_checkpointing", *_one_of(Checkpointing)),
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),
             ("adam_eps", *_POSITIVE),
-            ("threads", *_COUNT_OR_NONE),
+            ("micro_batch_tokens threads", *_COUNT_OR_NONE),
             ("micro_batch_size exact_ranks exact_expert_parallel", *_COUNT),
             ("betas", betas_fit, "must be two numbers in [0, 1), such as (0.9, 0.999)"),
             ("max_grad_norm", clips, "must be positive and finite; None does not clip"),

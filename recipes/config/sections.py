@@ -187,9 +187,9 @@ class TrainerSection:
         max_grad_norm: Norm to which larger gradients are scaled down.
         router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts, over all
             tokens of a micro batch; 0: none.
-        micro_batch_size: Sequences of the largest length in a pass, or as many tokens of shorter
-            ones; auto: on a GPU beside a native engine, the largest that saves time and fits by the
-            plan; else 4.
+        micro_batch_size: Sequences of the longest prompt and answer in a pass, or as many tokens of
+            shorter ones; auto: on a GPU beside a native engine, the largest that saves time and
+            fits by the plan; else 4.
         keep_unsharded: Whether unsharded parameters and gradients stay between micro batches: less
             time, more memory; auto: on a GPU where the plan has room, beside a native engine.
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or

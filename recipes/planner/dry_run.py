@@ -143,10 +143,14 @@ class PlannedTrainer(Trainer):
         """Return to the state of a new trainer with these decisions beside the given rollout."""
         self.rollout = rollout
         self.runtime.keep_unsharded = decisions.keep_unsharded
-        size = decisions.micro_batch_size
-        self.config = dataclasses.replace(self.config, micro_batch_size=size)
+        # All sequences are as long as the longest, so sizes need no tokens.
+        size: dict[str, Any] = {
+            "micro_batch_size": decisions.micro_batch_size,
+            "micro_batch_tokens": None,
+        }
+        self.config = dataclasses.replace(self.config, **size)
         for model in self.models:
-            model.config = dataclasses.replace(model.config, micro_batch_size=size)
+            model.config = dataclasses.replace(model.config, **size)
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
         super().reload()

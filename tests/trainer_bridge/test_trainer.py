@@ -201,6 +201,35 @@ def test_kept_parameters_are_gathered_and_reduced_once_in_a_batch(
             assert plain == kept
 
 
+@pytest.mark.parametrize(
+    ("limits", "passes"),
+    [
+        ({"micro_batch_size": 1}, [12, 12, 6]),
+        ({"micro_batch_size": 1, "micro_batch_tokens": 24}, [24, 6]),
+        ({"micro_batch_size": 1, "micro_batch_tokens": 7}, [12, 12, 6]),
+    ],
+)
+def test_budget_of_tokens_fills_passes_that_hold_at_least_the_longest_sequence(
+    limits: dict[str, int], passes: list[int], model_path: str, make_trainer: Make
+) -> None:
+    """Count the real tokens of each pass over sequences of 12, 6, 6 and 6 tokens."""
+    lengths = [12, 6, 6, 6]
+    batch = SequenceBatch(
+        prompt_ids=[[3]] * 4, response_ids=[[5] * (length - 1) for length in lengths]
+    )
+    trainer, counts = make_trainer(model_path, **limits), list[int]()
+
+    def count(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        sizes = inputs["packing"].lengths
+        counts.append(sum(size for size in sizes if size in lengths))
+
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+    whole = make_trainer(model_path, micro_batch_size=4).compute_log_prob(batch)
+    scores = trainer.compute_log_prob(batch)
+    assert counts == passes
+    assert scores.values == pytest.approx(whole.values, abs=1e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_recomputation_changes_no_bits_of_the_weights(
     family: str, device: str, tmp_path: Path, make_trainer: Make

@@ -251,23 +251,23 @@ def _is_row(entry: Any) -> bool:
 
 
 def dispatch(
-    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
+    batch: SequenceBatch, rank: int, world: int, limit: int, *, packed: bool
 ) -> list[list[int]]:
     """Dispatch the batch to ranks, and return the indices of this rank's sequences in chunks.
 
     Long sequences come first, and -1 is a filler. All ranks get the same numbers of chunks and of
-    sequences per chunk, because their collectives must match. `size` limits the sequences of a
-    chunk. If `packed`, the limit is `size` times the tokens of the longest sequence instead.
+    sequences per chunk, because their collectives must match. `limit` is the most sequences of a
+    chunk, or its most tokens if `packed`, at least those of the longest sequence.
     """
     lengths = batch.lengths
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
     own_rows = order[rank::world]
     if not packed:
-        return [own_rows[first : first + size] for first in range(0, len(own_rows), size)]
+        return [own_rows[first : first + limit] for first in range(0, len(own_rows), limit)]
     # The longest sequence among the ranks at each position. Rank 0 never has a filler.
     longest = [lengths[row] for row in order[::world]]
-    return _fill(own_rows, longest, size * batch.max_length)
+    return _fill(own_rows, longest, limit)
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
@@ -288,7 +288,7 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 
 
 def lay_out(
-    batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
+    batch: SequenceBatch, rows: Sequence[int], device: torch.device, limit: int, *, packed: bool
 ) -> MicroBatch:
     """Build the micro batch of one chunk, packed end to end or padded.
 
@@ -297,12 +297,12 @@ def lay_out(
     that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
     cache.
 
-    `rows` is a chunk of `dispatch`, called with the same `size` and `packed`.
+    `rows` is a chunk of `dispatch`, called with the same `limit` and `packed`.
     """
     prompts = [Tokens.of(batch.prompt_ids).array(i) if i >= 0 else _pads(1) for i in rows]
     responses = [Tokens.of(batch.response_ids).array(i) if i >= 0 else _pads(0) for i in rows]
     if packed:
-        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
+        unit = round_up(-(-min(limit, _PARTS * batch.max_length) // _PARTS), _ALIGNED)
         if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts = [*rows, -1], [*prompts, _pads(spare)]
             responses = [*responses, _pads(0)]

@@ -141,11 +141,14 @@ class Model:
 
     def _micro_batches(self, batch: SequenceBatch) -> Iterator[MicroBatch]:
         """Yield this rank's share of a batch, and let the module keep parameters in between."""
-        module, runtime, size = self.module, self._runtime, self.config.micro_batch_size
-        shares = dispatch(batch, runtime.rank, runtime.world, size, packed=module.packs)
+        module, runtime, limit = self.module, self._runtime, self.config.micro_batch_size
+        if module.packs:
+            longest = batch.max_length
+            limit = max(longest, self.config.micro_batch_tokens or limit * longest)
+        shares = dispatch(batch, runtime.rank, runtime.world, limit, packed=module.packs)
         for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
             keep_unsharded(module, runtime.keep_unsharded, last=not left)
-            yield lay_out(batch, rows, runtime.device, size, packed=module.packs)
+            yield lay_out(batch, rows, runtime.device, limit, packed=module.packs)
 
     def take_step(
         self, backward: Callable[[float], list[float]]

@@ -205,14 +205,16 @@ def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(
         used = peak + sum(self.take_usage().tags.values())
         size, way = self.config.micro_batch_size, self.config.activation_checkpointing
         updates.append((size, way, self.config.keep_unsharded, used))
+        assert self.config.micro_batch_tokens == size * longest.pop()
         return figures
 
     monkeypatch.setattr(Trainer, "update_actor", watched)
-    limits, plans = iter([LIMIT, 2600 * MIB]), list[MemoryPlan]()
+    limits, plans, longest = iter([LIMIT, 2600 * MIB]), list[MemoryPlan](), list[int]()
 
     def plan_here(setup: Setup, total: int, outside: None) -> MemoryPlan:
         where: Any = {"directory": setup.model_dir, "prompt_tokens": setup.longest_prompt}
         request = PlanRequest(name="run", gpu=of_device(total), **where)
+        longest.append(setup.max_request_tokens)
         plans.append(plan_with_remedies(setup.recipe, setup.decisions, request))
         return plans[-1]
 

@@ -70,7 +70,8 @@ def test_dispatch_gives_all_ranks_equal_numbers_of_chunks(
     count: int, world: int, size: int, packed: bool
 ) -> None:
     batch = make_batch(count, seed=count)
-    shares = [dispatch(batch, rank, world, size, packed=packed) for rank in range(world)]
+    limit = size * batch.max_length if packed else size
+    shares = [dispatch(batch, rank, world, limit, packed=packed) for rank in range(world)]
     assert len({tuple(map(len, share)) for share in shares}) == 1, (
         "collectives of the ranks would not match"
     )
@@ -99,8 +100,9 @@ def test_packed_micro_batches_have_few_sizes_and_fullest_comes_first(
     batch = SequenceBatch(
         prompt_ids=[[0]] * len(lengths), response_ids=[[0] * (n - 1) for n in lengths]
     )
-    dispatched = dispatch(batch, 0, 1, size, packed=True)
-    micros = [lay_out(batch, rows, CPU, size, packed=True) for rows in dispatched]
+    limit = size * max(lengths)
+    dispatched = dispatch(batch, 0, 1, limit, packed=True)
+    micros = [lay_out(batch, rows, CPU, limit, packed=True) for rows in dispatched]
     tokens = [micro.input_ids.shape[1] for micro in micros]
     unit = 8 * math.ceil(max(lengths) * min(size, 16) / 16 / 8)
     assert tokens == sorted(tokens, reverse=True)
@@ -130,7 +132,7 @@ def test_padded_micro_batch_maps_response_tokens_to_logits() -> None:
 
 def test_packed_micro_batch_maps_response_tokens_to_logits_and_has_bounds() -> None:
     batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
-    micro = lay_out(batch, [1, -1, 0, 2], CPU, 3, packed=True)
+    micro = lay_out(batch, [1, -1, 0, 2], CPU, 3 * batch.max_length, packed=True)
     assert micro.input_ids.tolist() == [[4, 8, 9, 10, 0, 1, 2, 3, 7, 5, 6, *[0] * 5]]  # 16
     assert predictions(micro) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 7, 7)]
     assert micro.kept.tolist() == [0, 1, 2, 7]
@@ -140,9 +142,11 @@ def test_packed_micro_batch_maps_response_tokens_to_logits_and_has_bounds() -> N
     assert micro.packing.bounds.dtype == torch.int32
     places = [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, *range(5)]
     assert micro.packing.position_ids.tolist() == [places]
-    nothing = lay_out(batch, [-1, 2], CPU, 3, packed=True)  # no response token at all
+    nothing = lay_out(
+        batch, [-1, 2], CPU, 3 * batch.max_length, packed=True
+    )  # no response token at all
     assert (len(nothing.target), nothing.input_ids.shape) == (0, (1, 8))
-    filled = lay_out(batch, [1, 0, 2], CPU, 16, packed=True)
+    filled = lay_out(batch, [1, 0, 2], CPU, 16 * batch.max_length, packed=True)
     assert filled.packing is not None and filled.packing.lengths == (4, 4, 2, 6)
     assert (filled.rows, filled.input_ids.shape) == ((1, 0, 2, -1), (1, 16))
     assert predictions(filled) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 6, 7)]
@@ -156,7 +160,7 @@ def test_advantage_per_sequence_applies_to_each_of_its_tokens(advantages: Any) -
         advantages=advantages,
         returns=[[1.0], [], [2.0, 3.0]],
     )
-    micro = lay_out(batch, [2, -1, 0, 1], CPU, 3, packed=True)
+    micro = lay_out(batch, [2, -1, 0, 1], CPU, 3 * batch.max_length, packed=True)
     assert batch.of_tokens("advantages", micro).tolist() == [-1.0, -1.0, 0.5]
     assert batch.of_tokens("returns", micro).tolist() == [2.0, 3.0, 1.0]
     part = batch.select([2, 0])

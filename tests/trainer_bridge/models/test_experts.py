@@ -129,7 +129,7 @@ def test_padding_and_fillers_are_excluded_from_load_balance() -> None:
     batch = SequenceBatch(prompt_ids=[[3, 4], [5]], response_ids=[[6, 7], [8]])
     padded = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=False)
     assert padded.real.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
-    packed = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=True)
+    packed = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3 * batch.max_length, packed=True)
     assert packed.real.tolist() == [[True] * 4 + [False] + [True] * 2 + [False]]
 
 

@@ -83,7 +83,7 @@ def test_micro_batch_has_routed_experts_by_position(packed: bool) -> None:
         response_ids=[[6, 7], [8], [9]],
         routed_experts=[np.array([[[1]], [[2]]], np.uint8), np.array([[[255]]], np.uint8), None],
     )
-    micro = lay_out(batch, [1, -1, 0, 2], torch.device("cpu"), 3, packed=packed)
+    micro = lay_out(batch, [1, -1, 0, 2], torch.device("cpu"), 3 * batch.max_length, packed=packed)
     assert micro.routed is not None and micro.routed.shape[1:] == (1, 1)
     rows = [[255, -1], [-1], [-1, 1, 2, -1], [-1, -1]]
     padded = [row if packed else row + [-1] * (4 - len(row)) for row in rows]
