@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import OutOfMemory, StateError, TagError
 from tests.helpers.memory import scribble
-from tests.helpers.trainer_bridge.failures import out_of_memory
+from tests.helpers.trainer_bridge.failures import failing_once, out_of_memory
 from tests.helpers.trainer_bridge.models import (
     describe,
     make_batch,
@@ -129,6 +129,25 @@ def test_call_that_failed_inside_a_unit_leaves_nothing_behind(
     for shard in (*trainer.shards().values(), *twin.shards().values()):
         shard.mul_(1.01)
     assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
+    assert trainer.update_actor(batch) == twin.update_actor(batch)
+    assert_same_bits(bits(trainer), bits(twin))
+
+
+@pytest.mark.parametrize("window", [None, 64])  # with a window, sequences are padded
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [("compute_log_prob", "forward"), ("update_actor", "forward"), ("update_actor", "backward")],
+)
+def test_call_without_room_is_repeated_in_half_as_large_passes(
+    method: str, where: str, window: int | None, tmp_path: Path, make_trainer: Make
+) -> None:
+    """Fail in the second pass, and compare with a twin that has half as large ones at first."""
+    path, batch = write_model(tmp_path, "mistral", sliding_window=window), make_batch(12)
+    trainer, twin = (make_trainer(path, micro_batch_size=size) for size in (4, 2))
+    with failing_once(trainer.model.model.layers[1].mlp, where):
+        with pytest.warns(UserWarning, match=r"^out of memory: micro_batch_\w+=\d+ from now on"):
+            result = getattr(trainer, method)(batch)
+    assert result == getattr(twin, method)(batch)
     assert trainer.update_actor(batch) == twin.update_actor(batch)
     assert_same_bits(bits(trainer), bits(twin))
 

@@ -1,10 +1,11 @@
 """A model of a trainer: its module, what updates it, and its passes over a batch on all ranks."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import build_model, trained_params
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.tag_names import PARAMS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,16 @@ class Model:
         """Score as `score` does; the scores may not be finite."""
         check_tokens(batch, self.module.config)
         self.module.eval()
-        values = TokenValues()
-        with torch.no_grad(), whole_pass(self.module):
-            for micro in self._micro_batches(batch):
-                values.add(micro, self.scores(batch, micro))
+
+        def passes() -> TokenValues:
+            values = TokenValues()
+            with torch.no_grad(), whole_pass(self.module):
+                for micro in self._micro_batches(batch):
+                    values.add(micro, self.scores(batch, micro))
+            return values
+
         # Read last, so that the host prepares a micro batch while the device scores the one before.
-        return values.gather(batch, self._runtime)
+        return self._with_less(batch, passes).gather(batch, self._runtime)
 
     def add_gradients(
         self, batch: SequenceBatch, backward: Callable[[MicroBatch], list[Tensor]]
@@ -133,18 +140,47 @@ class Model:
         result has the sums over all micro batches of all ranks.
         """
         self.module.train()
-        with whole_pass(self.module):
-            parts = [torch.stack(backward(micro)) for micro in self._micro_batches(batch)]
+
+        def passes() -> list[Tensor]:
+            with whole_pass(self.module):
+                return [torch.stack(backward(micro)) for micro in self._micro_batches(batch)]
+
+        parts = self._with_less(batch, passes)
         # One transfer and one wait for the sums of all micro batches.
         sums = torch.stack(parts).double().sum(0)
         return self._runtime.sum_ranks(self._runtime.numbers(sums)).tolist()
 
+    def _with_less(self, batch: SequenceBatch, passes: Callable[[], T]) -> T:
+        """Run passes over a batch, which begin again if the device has no room for one.
+
+        The micro batches are then half as large, also in later calls. Several ranks raise instead,
+        because the others wait in their own passes.
+        """
+        try:
+            return passes()
+        except torch.OutOfMemoryError:
+            limit, least = self._limit(batch), batch.max_length if self.module.packs else 1
+            if self._runtime.world > 1 or limit <= least:
+                raise
+        half = max(least, limit // 2)
+        key = "micro_batch_tokens" if self.module.packs else "micro_batch_size"
+        changes: dict[str, Any] = {key: half}
+        self.config = replace(self.config, **changes)
+        warnings.warn(f"out of memory: {key}={half} from now on, not {limit}", stacklevel=2)
+        self.free()
+        self._runtime.empty_cache()
+        return passes()
+
+    def _limit(self, batch: SequenceBatch) -> int:
+        """Return the tokens of a micro batch, or its sequences, if the module pads them."""
+        config, longest = self.config, batch.max_length
+        if not self.module.packs:
+            return config.micro_batch_size
+        return max(longest, config.micro_batch_tokens or config.micro_batch_size * longest)
+
     def _micro_batches(self, batch: SequenceBatch) -> Iterator[MicroBatch]:
         """Yield this rank's share of a batch, and let the module keep parameters in between."""
-        module, runtime, limit = self.module, self._runtime, self.config.micro_batch_size
-        if module.packs:
-            longest = batch.max_length
-            limit = max(longest, self.config.micro_batch_tokens or limit * longest)
+        module, runtime, limit = self.module, self._runtime, self._limit(batch)
         shares = dispatch(batch, runtime.rank, runtime.world, limit, packed=module.packs)
         for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
             keep_unsharded(module, runtime.keep_unsharded, last=not left)

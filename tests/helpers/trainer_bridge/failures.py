@@ -15,6 +15,13 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def out_of_memory(layer: nn.Module, where: str) -> Iterator[None]:
     """Expect the error of a layer's second forward, or of the backward of that forward."""
+    with failing_once(layer, where), pytest.raises(torch.OutOfMemoryError, match="short of mem"):
+        yield
+
+
+@contextlib.contextmanager
+def failing_once(layer: nn.Module, where: str) -> Iterator[None]:
+    """Let a layer's second forward fail, or the backward of that forward."""
     calls = itertools.count(1)
 
     def fail(*_: Any) -> None:
@@ -25,6 +32,7 @@ def out_of_memory(layer: nn.Module, where: str) -> Iterator[None]:
             output.register_hook(fail) if where == "backward" else fail()
 
     watching = layer.register_forward_hook(watch)
-    with pytest.raises(torch.OutOfMemoryError, match="short of memory"):
+    try:
         yield
-    watching.remove()
+    finally:
+        watching.remove()
