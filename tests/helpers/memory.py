@@ -57,7 +57,8 @@ def memfd_bytes(pids: list[int]) -> int:
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                 if "/memfd:memsaver" in line:
                     link = Path(f"/proc/{pid}/map_files/{line.split()[0]}")
-                    sizes[line.split()[4]] = link.stat().st_size
+                    with contextlib.suppress(OSError):  # unmapped meanwhile
+                        sizes[line.split()[4]] = link.stat().st_size
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if "/memfd:memsaver" in os.readlink(link):

@@ -15,6 +15,7 @@ from memsaver import StateError
 from rollout import SamplingParams
 from tests.helpers.case_selection import some
 from tests.helpers.memory import memfd_bytes
+from tests.helpers.memsaver.savers import until
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import Gone
 from tests.helpers.rollout.killed_in_cycle import (
@@ -118,4 +119,5 @@ def test_cycle_names_stage_and_actor_when_the_engine_is_killed(moment: str, path
     trainer.close()
     assert trainer.saver is not None
     trainer.saver.close()
-    assert memfd_bytes([os.getpid()]) == floor
+    # A thread of the connection notices the death, and drops what the dead engine had shared.
+    until(lambda: memfd_bytes([os.getpid()]) == floor)
