@@ -238,11 +238,13 @@ def _attempt(
                 rewards=rewards,
                 sink=monitor,
                 save=partial(_save, folder, trainer, recipe, _state(setup)),
+                complete=folder.checkpoints.complete,
                 mark_best=partial(folder.checkpoints.mark_best, keep=recipe.checkpoint.keep),
                 export=partial(_export, folder, trainer, setup),
                 **before,
             )
-            loop.run()
+            with _completed(folder, recipe):
+                loop.run()
     finally:
         monitor.close()
     _note_outcome(folder, loop, view)
@@ -302,13 +304,30 @@ def _state(setup: Setup) -> dict[str, Any]:
     return {**state, "template": setup.template or "", "decisions": setup.decisions.as_json()}
 
 
+@contextlib.contextmanager
+def _completed(folder: RunFolder, recipe: Recipe) -> Iterator[None]:
+    """Complete the last checkpoint if the block fails.
+
+    The ranks of a larger trainer may not be there to agree on it.
+    """
+    try:
+        yield
+    except BaseException:
+        if recipe.cluster.size == 1:
+            with contextlib.suppress(Exception):
+                folder.checkpoints.complete()
+        raise
+
+
 def _save(
     folder: RunFolder, trainer: Any, recipe: Recipe, state: dict[str, Any], step: int, drawn: int
 ) -> None:
     extra = {"step": step, "steps": recipe.steps, "prompts_drawn": drawn, **state}
-    folder.checkpoints.save(
-        step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
-    )
+
+    def write(path: Path) -> None:
+        trainer.save_checkpoint(str(path), extra, wait=False)
+
+    folder.checkpoints.begin(step, recipe.checkpoint.keep, write, trainer.finish_checkpoint)
 
 
 def _export(folder: RunFolder, trainer: Any, setup: Setup, step: int) -> None:

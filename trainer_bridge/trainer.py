@@ -387,7 +387,9 @@ class Trainer(SaverSide):
         """
         return self._sync.shards()
 
-    def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self, directory: str, extra: dict[str, Any] | None = None, *, wait: bool = True
+    ) -> None:
         """Save trained parameters or adapters, moments and steps, replacing an older checkpoint.
 
         A refreshed reference is saved, too, and then tag `reference` is needed. The directory is
@@ -396,13 +398,33 @@ class Trainer(SaverSide):
         Args:
             directory: Directory of the checkpoint.
             extra: JSON data to store with it.
+            wait: Whether the checkpoint is complete when the call returns. Otherwise it is copied
+                to the host, a thread writes it, and `finish_checkpoint` completes it. A rank whose
+                host has no room for the copy writes at once.
 
         Raises:
             StateError: A tag of the checkpoint is offloaded.
             OtherRankFailed: Another rank failed; the older checkpoint stays.
         """
         self._require("save_checkpoint", *self._files.tags())
-        self._files.save(directory, extra or {})
+        self._files.save(directory, extra or {}, wait)
+
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Complete the checkpoint of a `save_checkpoint` that did not wait.
+
+        The next save and a load do so, too. `close` drops a checkpoint that is not complete.
+
+        Args:
+            wait: Whether to wait until all ranks have written their parts.
+
+        Returns:
+            Whether no checkpoint is being written any more.
+
+        Raises:
+            OSError: A file could not be written; the older checkpoint stays.
+            OtherRankFailed: Another rank failed; the older checkpoint stays.
+        """
+        return self._files.finish(wait)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Restore the state of `save_checkpoint` in place, bit-identical.
@@ -479,6 +501,7 @@ class Trainer(SaverSide):
 
         The saver stays open.
         """
+        self._files.drop()
         self._offloader.close()
         self._sync.close()
         self._runtime.close()

@@ -10,6 +10,7 @@ from trainer_bridge.config import DTYPES, Dtype
 from trainer_bridge.learning.trainer_model import Model
 from trainer_bridge.models.adapters.lora import Adapters
 from trainer_bridge.models.files import checkpoint
+from trainer_bridge.models.files.checkpoint_writer import Staging
 from trainer_bridge.models.files.export import ShardedWeights, save_folder
 from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import fill_weights
@@ -30,21 +31,41 @@ class TrainerFiles:
         self._models, self._runtime, self._began_with = models, runtime, began_with
         self._reference = next((model for model in models if model.optimizer is None), None)
         self._adapters = None if adapters is None else adapters.identity()
+        self._staging = Staging(runtime)
+        self._saving: checkpoint.BegunCheckpoint | None = None
 
     def tags(self, directory: str | None = None) -> list[str]:
         """Return the tags that a save needs, or with a directory, a load of its checkpoint."""
         stored = directory is not None and _has_reference(directory)
         return [*TRAINED, *([REFERENCE] if stored or self._refreshed() else [])]
 
-    def save(self, directory: str, extra: dict[str, Any]) -> None:
+    def save(self, directory: str, extra: dict[str, Any], wait: bool) -> None:
         """Save a checkpoint; see `Trainer.save_checkpoint`."""
+        self.finish(wait=True)
         values = {"extra": extra, "adapters": self._adapters, "began_with": self._began_with}
         for model in self._models:
             values |= model.values()
-        checkpoint.save(directory, self._tensors(self._refreshed()), values)
+        tensors, staging = self._tensors(self._refreshed()), None if wait else self._staging
+        self._saving = checkpoint.BegunCheckpoint(directory, tensors, values, staging)
+        if wait:
+            self.finish(wait=True)
+
+    def finish(self, wait: bool) -> bool:
+        """Finish a checkpoint that is being written; see `Trainer.finish_checkpoint`."""
+        if self._saving is not None and (wait or self._saving.written()):
+            saving, self._saving = self._saving, None
+            saving.finish()
+        return self._saving is None
+
+    def drop(self) -> None:
+        """Remove a checkpoint that is being written, without the other ranks."""
+        if self._saving is not None:
+            self._saving.drop()
+            self._saving = None
 
     def load(self, directory: str) -> dict[str, Any]:
         """Load a checkpoint, and return its `extra`; see `Trainer.load_checkpoint`."""
+        self.finish(wait=True)
         for model in self._models:
             model.zero_grad()
         stored, reference = _has_reference(directory), self._reference

@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memsaver.system.files import replace_text, sync
 from recipes.errors import RecipeError, RunError, one_line
@@ -17,6 +17,14 @@ from trainer_bridge.errors import RankFailed
 from trainer_bridge.models import read_values
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Begun(NamedTuple):
+    """A checkpoint that is being written; see `Checkpoints.begin`."""
+
+    step: int
+    keep: int
+    finish: Callable[[bool], bool]
 
 
 class Checkpoints:
@@ -30,6 +38,7 @@ class Checkpoints:
         self._run = run
         self._latest = run / "checkpoints" / "latest"
         self._best = run / "checkpoints" / "best"
+        self._begun: _Begun | None = None
 
     @property
     def exist(self) -> bool:
@@ -89,18 +98,44 @@ class Checkpoints:
             values = read_values(checkpoint)["extra"]
         return values
 
-    def save(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
-        """Save the checkpoint of a step and keep the `keep` newest checkpoints up to this step.
+    def begin(
+        self, step: int, keep: int, write: Callable[[Path], None], finish: Callable[[bool], bool]
+    ) -> None:
+        """Begin to save the checkpoint of a step; complete an earlier one before.
 
-        `write` creates the folder that it is given, completely or not at all.
+        Args:
+            step: The step.
+            keep: How many of the newest checkpoints up to this step stay.
+            write: Creates the folder that it is given, until `finish` completely or not at all.
+            finish: Returns whether the folder is complete; with True, it waits until it is.
         """
+        self.complete()
         with self.writing(f"the checkpoint of step {step}"):
             _write(self._folder(step), write)
+        self._begun = _Begun(step, keep, finish)
+
+    def complete(self, wait: bool = True) -> bool:
+        """Make the checkpoint that was begun the newest one, if there is one.
+
+        Args:
+            wait: Whether to wait until it is written.
+
+        Returns:
+            Whether none is being written any more.
+        """
+        if (begun := self._begun) is None:
+            return True
+        self._begun = None
+        with self.writing(f"the checkpoint of step {begun.step}"):
+            if not begun.finish(wait):
+                self._begun = begun
+                return False
             for file in (self._run / SAMPLES, self._run / METRICS):
                 if file.is_file():
                     sync(file)  # A power cut leaves no gap before the checkpoint.
-            replace_text(self._latest, f"step_{step}\n")
-            self._remove_old(keep)
+            replace_text(self._latest, f"step_{begun.step}\n")
+            self._remove_old(begun.keep)
+        return True
 
     def mark_best(self, step: int, keep: int) -> None:
         """Name the checkpoint of a step as the best; it stays until another one is the best.
@@ -108,6 +143,8 @@ class Checkpoints:
         If that step has no checkpoint, none is the best. The previous best goes unless it is among
         the `keep` newest.
         """
+        if self._begun is not None and self._begun.step == step:
+            self.complete()
         with self.writing("checkpoints/best"):
             if not self._folder(step).is_dir():
                 self._best.unlink(missing_ok=True)

@@ -57,8 +57,10 @@ class Loop(abc.ABC):
         cycle: The hand-over between the two.
         rewards: Scores answers.
         sink: Receives stages, figures and answers.
-        save: Saves the checkpoint of a step, with the number of prompts drawn until then; never
-            called with `checkpoint.every` 0.
+        save: Begins to save the checkpoint of a step, with the number of prompts drawn until then;
+            never called with `checkpoint.every` 0.
+        complete: Completes the checkpoint that is being saved, if it is written, or with True when
+            it is; returns whether none is being saved any more.
         mark_best: Makes the checkpoint of a step the best one; it may not exist.
         export: Exports the model of a step.
         drawn: Number of prompts that the finished steps have drawn.
@@ -74,6 +76,7 @@ class Loop(abc.ABC):
     rewards: Rewards
     sink: Sink = field(default_factory=Sink)
     save: Callable[[int, int], None] = _save_nothing
+    complete: Callable[[bool], bool] = bool
     mark_best: Callable[[int], None] = _save_nothing
     export: Callable[[int], None] = _save_nothing
     drawn: int = 0
@@ -83,7 +86,8 @@ class Loop(abc.ABC):
     _silent: int = 0  # steps in a row whose groups have no signal
 
     def __post_init__(self) -> None:
-        self._saved = self.updates  # step of the newest checkpoint
+        self._saved = self.updates  # step of the newest checkpoint, which may be being written
+        self._saving = False
 
     @staticmethod
     @abc.abstractmethod
@@ -110,6 +114,7 @@ class Loop(abc.ABC):
                     due = every and (step % every == 0 or step == steps)
                     if not self.ended_early and (due or stopping.asked):
                         self._save_checkpoint(step)
+                    self._complete_checkpoint(wait=stopping.asked is not None)
                     stopping.leave()
                     if self.ended_early:
                         break
@@ -120,6 +125,7 @@ class Loop(abc.ABC):
                 self._wake_rollout(steps + 1)
                 self._evaluate()
                 self.to_train()
+        self._complete_checkpoint(wait=True)
         if self.setup.recipe.checkpoint.export_every is not None:
             with self.sink.part("the last export"):
                 self._export(self.updates)
@@ -139,6 +145,7 @@ class Loop(abc.ABC):
         if self.ended_early:
             self.to_train()
             return
+        self._complete_checkpoint(wait=False)
         row = {"kind": "train", "step": step, **self.whole_step(step)}
         groups = row.get("groups_sampled", self.setup.recipe.prompts_per_step)
         self.drawn += groups
@@ -301,7 +308,12 @@ class Loop(abc.ABC):
         held = self._reference_held() if refreshed else nullcontext()
         with held, self.stage("save_checkpoint"):
             self.save(step, self.drawn)
-        self._saved = step
+        self._saved, self._saving = step, True
+
+    def _complete_checkpoint(self, wait: bool) -> None:
+        if self._saving:
+            with self.stage("save_checkpoint"):
+                self._saving = not self.complete(wait)
 
     @property
     def standing(self) -> Standing | None:

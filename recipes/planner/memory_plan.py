@@ -34,8 +34,10 @@ from rollout.parallel import GROUP_BYTES
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.models import group_bytes
 from trainer_bridge.sync import RELAY_BYTES
-from trainer_bridge.tag_names import CRITIC_OPTIM, OPTIM, PARAMS
+from trainer_bridge.tag_names import ADAPTERS, CRITIC_OPTIM, OPTIM, PARAMS, TRAINED
 
+WRITTEN_AT_ONCE = "steps wait for checkpoints: the host has no room for a copy of them"
+"""Note of a plan."""
 GUESSED_PROMPT = 64  # tokens of a prompt without a tokenizer at hand
 PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, libraries, CUDA
 # Bytes of a GPU left free for memory that the driver has not cleared and torch cannot use.
@@ -232,6 +234,9 @@ class Planning:
     def _plan(self, decided: Decisions, run: DryRun) -> MemoryPlan:
         recipe, cluster, engine = self._recipe, self._recipe.cluster, self._engine
         stages, host_bytes = _of_device_and_host(run, recipe, decided, self._gpu, engine)
+        room, copies = _host_room(recipe, self._gpu), _checkpoint_copies(run, recipe)
+        copied = not self._gpu.on_host and (room is None or host_bytes + copies <= room)
+        host_bytes += copies if copied else 0
         awake = always_awake(engine, self._engine_contexts) if cluster.apart else ()
         plan = MemoryPlan(
             name=self._request.name,
@@ -243,12 +248,15 @@ class Planning:
             machines=cluster.machines,
             rollout_stages=awake,
             host_bytes=host_bytes,
-            host_room=_host_room(recipe, self._gpu),
+            host_room=room,
             kv_tokens=self._tokens,
             most_kv_tokens=0,
             token_bytes=self._token_bytes,
             grows=cluster.colocate and engine.grows,
-            notes=tuple(_notes(recipe, self._request, self._outside)),
+            notes=(
+                *_notes(recipe, self._request, self._outside),
+                *([WRITTEN_AT_ONCE] if copies and not copied else []),
+            ),
             handed_over=run.handed_over,
             outside=self._outside,
         )
@@ -282,6 +290,16 @@ def _of_device_and_host(
         stages.append(StagePlan(stage=stage, used=used, contexts=card.contexts, host=host, **held))
     host = cluster.n_gpus_per_node * kept + cluster.engines_per_node * tier
     return tuple(stages), host + cluster.ranks_per_node * PROCESS_HOST
+
+
+def _checkpoint_copies(run: DryRun, recipe: Recipe) -> int:
+    """Return the bytes on one machine of the copies from which checkpoints are written."""
+    if not recipe.checkpoint.every:
+        return 0
+    elsewhere = {PARAMS} if recipe.lora.rank or recipe.trainer.optimizer_offload else set()
+    saved = sum(run.tags.get(tag, 0) for tag in {*TRAINED, ADAPTERS} - elsewhere)
+    masters = run.host if recipe.trainer.optimizer_offload else 0
+    return recipe.cluster.n_gpus_per_node * (saved + masters)
 
 
 def _notes(recipe: Recipe, request: PlanRequest, outside: Outside | None) -> Iterator[str]:

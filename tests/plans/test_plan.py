@@ -18,7 +18,7 @@ from recipes.config.decisions import Decisions
 from recipes.config.recipe import Recipe
 from recipes.logs.run_folder import MARKS
 from recipes.planner.command import plan_of, print_plan
-from recipes.planner.memory_plan import MemoryPlan, Shortage
+from recipes.planner.memory_plan import WRITTEN_AT_ONCE, MemoryPlan, Shortage
 from recipes.planner.remedies import remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
@@ -106,6 +106,18 @@ def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
     assert len(plan.stages) == 9
     for stage in plan.stages:
         assert 0.99 * 52.71 <= stage.device_bytes / GIB <= 1.03 * 52.71, stage.stage
+
+
+def test_plan_counts_copies_of_checkpoints_where_the_host_has_room() -> None:
+    """Expect masters and moments in fp32 of 494 million parameters, a few MiB more for padding."""
+    plans = [
+        plan_of(recipes.load("qwen2.5-0.5b", words), "copies", gpu="h100-80gb")
+        for words in ([], ["checkpoint.every=1"], ["checkpoint.every=1", "cluster.host_gib=8"])
+    ]
+    plain, copied, full = (plan.host_bytes for plan in plans)
+    assert 0 <= copied - plain - 12 * 494_032_768 < 16 * MIB and full == plain
+    assert [WRITTEN_AT_ONCE in plan.notes for plan in plans] == [False, False, True]
+    assert all(plan.fits for plan in plans)
 
 
 APART = ["device=auto", "driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]

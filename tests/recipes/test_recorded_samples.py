@@ -24,6 +24,7 @@ from recipes.rewards import Scored
 from recipes.tasks import Problem
 from tests.helpers.recipes.run_folders import eval_row, train_row
 from tests.helpers.recipes.scored_answers import scored
+from tests.helpers.recipes.whole_saves import save
 from trainer_bridge.learning import Tokens
 
 TRAIN, EVAL = {"kind": "train", "step": 3}, {"kind": "eval", "step": 3}
@@ -131,7 +132,7 @@ def test_resume_leaves_samples_of_exactly_the_rows_that_stay(folder: RunFolder) 
     assert set(keys(whole_rows(file)).values()) == {6}
     with file.open("a") as stream:
         stream.write('{"kind": "train", "step": 4')  # killed while writing the samples of step 4
-    folder.checkpoints.save(2, 1, Path.mkdir)
+    save(folder.checkpoints, 2, 1, Path.mkdir)
     again = RunFolder.reopen(folder.path, recipes.load("tiny"))
     assert set(keys(again.rows())) == set(keys(whole_rows(file)))
     kept = [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]  # of the checkpoint's weights

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -198,22 +199,34 @@ def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Find finished steps on disk, one line of error, and the same rows after the resume."""
-    folder, update = tmp_path / "run", Trainer.update_actor
+    """Find finished steps on disk, one line of error, and the same rows after the resume.
+
+    The checkpoint of step 2 is still being written when step 4 fails.
+    """
+    folder, update, sync = tmp_path / "run", Trainer.update_actor, os.fsync
+    failed, latest = threading.Event(), folder / "checkpoints" / "latest"
 
     def fail_in_the_fourth(trainer: Trainer, batch: Any) -> Any:
         if trainer.step == 3:
+            assert not latest.exists()
+            failed.set()
             raise OSError("the cable\nwas pulled")
         return update(trainer, batch)
 
+    def slow(file: int) -> None:
+        assert threading.current_thread() is threading.main_thread() or failed.wait(60)
+        sync(file)
+
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update_actor", fail_in_the_fourth)
+        patch.setattr(os, "fsync", slow)
         words = [*SMALL, "steps=5", "checkpoint.every=2", "--run-dir", str(folder)]
         assert main(["run", "tiny", *words]) == 1
     assert (
         capsys.readouterr().err == "memsaver: update_actor failed: OSError: the cable was pulled\n"
     )
     assert [row["step"] for row in rows(folder, "train")] == [1, 2, 3]
+    assert latest.read_text() == "step_2\n"
     assert trace(folder) and has_pictures(folder)
     with without_pictures():
         continue_run(folder)

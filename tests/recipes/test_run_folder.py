@@ -26,6 +26,7 @@ from recipes.logs.view import ProgressView
 from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.run_folders import eval_row, train_row
+from tests.helpers.recipes.whole_saves import save
 
 RECIPE = recipes.load("tiny")
 
@@ -179,7 +180,7 @@ def test_full_disk_raises_one_error_and_damages_no_file(folder: RunFolder) -> No
     rows = [train_row(step) for step in range(1, 40)]
     for row in rows:
         folder.add_row(row)
-    folder.checkpoints.save(30, 1, fill)
+    save(folder.checkpoints, 30, 1, fill)
     before = contents(folder.path)
     with full_disk(len(before["recipe.yaml"]) // 2):
         with pytest.raises(
@@ -215,7 +216,7 @@ def test_row_whose_samples_do_not_fit_the_disk_is_not_written(folder: RunFolder)
 def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(
     folder: RunFolder,
 ) -> None:
-    folder.checkpoints.save(2, 2, fill)
+    save(folder.checkpoints, 2, 2, fill)
 
     def fail(path: Path) -> None:
         path.with_name(path.name + ".partial").mkdir()
@@ -223,17 +224,50 @@ def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(
 
     failed = "checkpoint of step 4 failed: .*No space left.*; free disk space, then continue with"
     with pytest.raises(recipes.RunError, match=failed):
-        folder.checkpoints.save(4, 2, fail)
+        save(folder.checkpoints, 4, 2, fail)
     assert folder.checkpoints.newest().name == "step_2"
     assert (folder.checkpoints.newest() / "state").read_text() == "x"
     folder.checkpoints.newest().with_name(
         "step_14"
     ).mkdir()  # left by a run killed before writing `latest`
     for step in (5, 10, 12):  # The partial checkpoint of the failure goes.
-        folder.checkpoints.save(step, 2, fill)
+        save(folder.checkpoints, step, 2, fill)
     kept = folder.checkpoints.newest().parent.glob("step_*")
     assert {path.name for path in kept} == {"step_10", "step_12", "step_14"}
     assert folder.checkpoints.done == 12
+
+
+def test_checkpoint_becomes_latest_when_it_is_written(folder: RunFolder) -> None:
+    """Ask twice, begin the next one, which waits for it, and mark that one as the best."""
+    checkpoints, answers = folder.checkpoints, list[bool]()
+
+    def finish(wait: bool) -> bool:
+        answers.append(wait)
+        return wait or len(answers) == 5
+
+    checkpoints.begin(2, 1, fill, finish)
+    assert not checkpoints.complete(wait=False) and not checkpoints.exist
+    checkpoints.begin(4, 1, fill, finish)
+    assert checkpoints.newest().name == "step_2" and answers == [False, True]
+    checkpoints.mark_best(2, 1)
+    assert answers == [False, True], "another checkpoint is the best"
+    checkpoints.mark_best(4, 1)
+    assert checkpoints.newest().name == "step_4" and answers == [False, True, True]
+    checkpoints.begin(6, 1, fill, finish)
+    assert not checkpoints.complete(wait=False) and checkpoints.complete(wait=False)
+    assert checkpoints.newest().name == "step_6" and checkpoints.complete() and len(answers) == 5
+
+
+def test_checkpoint_whose_writing_fails_leaves_the_older_one(folder: RunFolder) -> None:
+    def fail(wait: bool) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save(folder.checkpoints, 2, 2, fill)
+    folder.checkpoints.begin(4, 2, lambda path: None, fail)
+    failed = "checkpoint of step 4 failed: .*No space left.*; free disk space, then continue with"
+    with pytest.raises(recipes.RunError, match=failed):
+        folder.checkpoints.complete(wait=False)
+    assert folder.checkpoints.complete() and folder.checkpoints.newest().name == "step_2"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +282,7 @@ def test_reopen_drops_rows_after_the_checkpoint(
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')  # killed while writing
     if checkpoint:
-        folder.checkpoints.save(checkpoint, 1, fill)
+        save(folder.checkpoints, checkpoint, 1, fill)
     (folder.path / "trace.json").write_text("old")
     again = RunFolder.reopen(folder.path, RECIPE)
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()

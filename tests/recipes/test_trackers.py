@@ -44,6 +44,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.run_folders import eval_row, train_row
 from tests.helpers.recipes.tiny_runs import SMALL, rows, without_pictures
+from tests.helpers.recipes.whole_saves import save
 
 ROWS = [eval_row(0, 0.0), train_row(1), train_row(2), eval_row(2, 0.5), train_row(3)]
 SAMPLE = {
@@ -492,7 +493,7 @@ def test_no_row_is_delivered_twice_over_resumes(
                         folder.add_row(row)
                         trackers.add(row)
                     if step % 3 == 0:
-                        folder.checkpoints.save(step, 1, Path.mkdir)
+                        save(folder.checkpoints, step, 1, Path.mkdir)
                 if more != last and draw(st.booleans()):  # a restart, in which the run is killed
                     trackers.record()
                     folder = RunFolder.reopen(folder.path, recipe)

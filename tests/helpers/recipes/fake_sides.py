@@ -55,8 +55,9 @@ class FakeTrainer(FakeSide):
     """
 
     def __init__(self) -> None:
-        self.weights = self.version = self.step = 0
+        self.weights = self.version = self.step = self._polls = 0
         self.seen: list[list[int]] = []
+        self._begun: str | None = None
 
     def empty_cache(self) -> None: ...
 
@@ -80,14 +81,22 @@ class FakeTrainer(FakeSide):
         sys.audit("tests.fake_side")
         return {"loss": float(self.weights)}
 
-    def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
-        """Write a file into a partial directory, which then replaces `directory`."""
+    def save_checkpoint(self, directory: str, extra: dict[str, Any], wait: bool) -> None:
+        """Write a file into a partial directory, which `finish_checkpoint` renames."""
         state = {"weights": self.weights, "step": self.step, "seen": self.seen, "extra": extra}
         partial = Path(f"{directory}.partial")
         partial.mkdir()
         (partial / "values.json").write_text(json.dumps(state))
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
+        self._begun, self._polls = directory, 0
+
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Rename the partial directory if the caller waits, or asks for the third time."""
+        self._polls += 1
+        if self._begun is not None and (wait or self._polls == 3):
+            shutil.rmtree(self._begun, ignore_errors=True)
+            Path(f"{self._begun}.partial").rename(self._begun)
+            self._begun = None
+        return self._begun is None
 
     def save_pretrained(self, directory: str, **how: Any) -> None:
         """Replace a directory by one with a file."""

@@ -62,6 +62,7 @@ def make_loop(folder: Path, patience: int, **fields: Any) -> tuple[GrpoLoop, lis
         cycle=Cycle(**sides, **cycle_arguments(setup)),
         rewards=open_rewards(setup.tasks, setup.recipe.task, workers=0),
         save=lambda step, drawn: calls.append(("save", step, drawn)),
+        complete=lambda wait: bool(calls.append(("complete", wait)) or wait),
         mark_best=lambda step: calls.append(("best", step)),
         export=lambda step: calls.append(("export", step)),
         **fields,
@@ -105,6 +106,8 @@ def test_loop_without_files_decides_as_the_evaluations_say_also_in_two_parts(
         best = standing(judged[: end // EVERY + 1], "correct")
         assert loop.standing == best and best is not None
         assert [call for call in calls if call[0] == "best"][-1] == ("best", best.step)
+        waited = [at for at, call in enumerate(calls) if call == ("complete", True)]
+        assert all(at < waited[-1] for at, call in enumerate(calls) if call[0] == "save")
         saved = [call[1] for call in calls if call[0] == "save"]
         assert {best.step, end} - {0} <= {*saved} and len(saved) == len({*saved})
         kinds = [row["step"] for row in sink.rows if row["kind"] == "train"]

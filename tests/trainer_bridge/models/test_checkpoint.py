@@ -9,15 +9,21 @@ import itertools
 import json
 import os
 import pickle
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from memsaver import StateError
+from memsaver.errors import HostMemoryError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
@@ -122,17 +128,76 @@ def test_checkpoint_holds_a_refreshed_reference_and_no_other(
         plain.load_checkpoint(str(tmp_path / "after"))
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("changes", [CRITIC, {"lora": LORA}, {"param_dtype": "bfloat16"}])
+def test_checkpoint_written_beside_updates_has_the_bytes_of_one_that_was_waited_for(
+    changes: dict[str, Any], device: str, model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    """Save three times from one staging memory, each time while the weights change."""
+    trainer = make_trainer(model_path, device=device, **changes)
+    other = make_trainer(model_path, device=device, **changes)
+    for number in range(3):
+        whole, behind = tmp_path / f"whole {number}", tmp_path / f"behind {number}"
+        trainer.save_checkpoint(str(whole), {"number": number})
+        trainer.save_checkpoint(str(behind), {"number": number}, wait=False)
+        assert not behind.exists()
+        learn(trainer, range(number, number + 1))
+        if number < 2:  # else the load finishes it
+            assert trainer.finish_checkpoint() and trainer.finish_checkpoint()
+        else:
+            trainer.load_checkpoint(str(whole))
+        assert files_of(behind) == files_of(whole)
+        assert other.load_checkpoint(str(behind)) == {"number": number}
+    assert_same_bits(state(other), state(trainer))
+    trainer.save_checkpoint(str(tmp_path / "lost"), wait=False)
+    trainer.close()
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("lost")]
+
+
+def test_slow_disk_delays_no_call_but_the_one_that_waits_for_it(
+    model_path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, disk, sync = make_trainer(model_path), threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (disk.wait(60), sync(file)))
+    trainer.save_checkpoint(str(tmp_path / "step"), wait=False)
+    learn(trainer, range(1))
+    assert not trainer.finish_checkpoint(wait=False) and not (tmp_path / "step").exists()
+    disk.set()
+    assert trainer.finish_checkpoint() and (tmp_path / "step").exists()
+
+
+def test_host_without_room_for_the_copy_writes_at_once(
+    model_path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise HostMemoryError("no room", 1, 1, {})
+
+    trainer = make_trainer(model_path)
+    monkeypatch.setattr("trainer_bridge.models.runtime.host_memory", full)
+    trainer.save_checkpoint(str(tmp_path / "step"), {"n": 1}, wait=False)
+    expected = state(trainer)
+    learn(trainer, range(1))
+    assert trainer.finish_checkpoint(wait=False)
+    assert trainer.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
+    assert_same_bits(state(trainer), expected)
+
+
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space left on device")]
 )
 def test_error_while_writing_is_raised_unwrapped(
     error: BaseException,
+    wait: bool,
     model_path: str,
     make_trainer: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Expect the original error, which torch wraps, and the old checkpoint."""
+    """Expect the original error and the old checkpoint, at the latest when it is finished."""
     trainer = make_trainer(model_path)
     trainer.save_checkpoint(str(tmp_path / "step"), {"n": 1})
 
@@ -142,7 +207,8 @@ def test_error_while_writing_is_raised_unwrapped(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fails)
         with pytest.raises(type(error)):
-            trainer.save_checkpoint(str(tmp_path / "step"))
+            trainer.save_checkpoint(str(tmp_path / "step"), wait=wait)
+            trainer.finish_checkpoint()
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     assert trainer.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
     trainer.save_checkpoint(str(tmp_path / "step"))
@@ -262,24 +328,34 @@ def test_replaced_checkpoint_is_old_or_new_one_if_writer_dies(
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
-def fail_in_turn(rank: int, place: str) -> list[str]:
+def fail_in_turn(rank: int, place: str, behind: bool) -> list[str]:
     """Fail on rank 0, then on rank 1; return the errors of this rank."""
-    errors = []
+    memory = partial(torch.empty, dtype=torch.uint8)
+    device: Any = SimpleNamespace(host_memory=memory, finish=bool)
+    staging, sync, errors = checkpoint.Staging(device) if behind else None, os.fsync, []
+    tensors = {"w": DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Shard(0)])}
+
+    def fails(file: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
     for failing in (0, 1):
+        os.fsync = fails if rank == failing else sync
         try:
-            with checkpoint.whole_directory(place, [], "a checkpoint"):
-                if rank == failing:
-                    raise OSError(errno.ENOSPC, "no space left on device")
+            checkpoint.BegunCheckpoint(place, tensors, {}, staging).finish()
         except (OSError, OtherRankFailed) as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors
 
 
-def test_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_files(
+    behind: bool, tmp_path: Path
+) -> None:
     """Expect no wait for the group's timeout, which is longer than the test's."""
     place = tmp_path / "folder" / "step"
     place.parent.mkdir()
-    texts = results(start_ranks(fail_in_turn, 2, tmp_path / "meet", str(place), seconds=600.0))
+    given = tmp_path / "meet", str(place), behind
+    texts = results(start_ranks(fail_in_turn, 2, *given, seconds=600.0))
     own = "OSError: [Errno 28] no space left on device"
     other = [f"OtherRankFailed: rank {rank} failed: {own}" for rank in range(2)]
     assert texts == [[own, other[1]], [other[0], own]]

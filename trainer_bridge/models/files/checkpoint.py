@@ -1,8 +1,9 @@
-"""Training checkpoints of parameters, moments and plain values, by torch.distributed.checkpoint.
+"""Training checkpoints of parameters, moments and plain values.
 
 A directory is replaced as a whole or not at all. Loading writes into the existing tensors, so
-addresses do not change. Tensors are stored in safetensors files and values in JSON, so loading a
-foreign directory executes nothing; torch's own format contains pickles.
+addresses do not change. Tensors are stored in safetensors files (`checkpoint_writer.py` writes,
+torch.distributed.checkpoint reads) and values in JSON, so loading a foreign directory executes
+nothing; torch's own format contains pickles.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +27,109 @@ from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
 from rollout.model import open_checkpoint
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, Shape, listed, misfits
+from trainer_bridge.models.files.checkpoint_writer import Staging, write
 from trainer_bridge.models.files.moments_8bit import is_scales, requantize
 
 _VALUES = "values.json"
 _OWN = ("*.safetensors", _VALUES)
 _PARTIAL, _BEFORE = ".partial", ".before"
-_FILE_BYTES = 2 << 30
 
 
-def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Save tensors and JSON values, replacing `directory`; a collective call.
+class BegunCheckpoint:
+    """A checkpoint that is being written; `finish` makes it replace the older one.
 
-    All ranks must share the directory's filesystem. A ValueError names a file in `directory` that
-    is no part of a checkpoint.
+    Construction and `finish` are collective calls. All ranks must share the directory's filesystem.
+
+    Args:
+        directory: Directory of the checkpoint.
+        tensors: Tensors by name, which may change after the construction.
+        values: JSON values.
+        staging: Memory for a copy of the tensors; None: they are written at once.
+
+    Raises:
+        ValueError: A file in the directory is no part of a checkpoint.
     """
-    text = json.dumps(values)  # fails before anything is written
-    with whole_directory(directory, _OWN, "a checkpoint") as partial:
-        writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
-        with _unwrapped():
-            dcp.save(dict(tensors), storage_writer=writer)
+
+    def __init__(
+        self,
+        directory: str,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        staging: Staging | None = None,
+    ) -> None:
+        self._values = json.dumps(values)  # fails before anything is written
+        self._new = NewDirectory(directory, _OWN, "a checkpoint")
+        with self._new.or_removed(), together():
+            self._end = write(self._new.path, tensors, staging)
+
+    def written(self) -> bool:
+        """Return whether all ranks have written their files; a collective call."""
+        return all(all_gather_plain(self._end.done()))
+
+    def finish(self) -> None:
+        """Wait until the files are written, and replace the directory."""
+        with self._new.or_removed():
+            with together():
+                self._end.result()
+                if _is_first():
+                    replace_text(Path(self._new.path, _VALUES), self._values)
+            self._new.replace()
+
+    def drop(self) -> None:
+        """Remove what is written, without the other ranks."""
+        wait([self._end])
+        self._new.remove()
+
+
+class NewDirectory:
+    """A directory that replaces an older one as a whole or not at all.
+
+    Construction and `replace` are collective calls. A killed process leaves the new directory, as
+    `DIRECTORY.*.partial`.
+
+    Args:
+        directory: The older directory, which need not exist.
+        own: Patterns of the files that it may hold.
+        what: What the directory is, in messages.
+
+    Attributes:
+        path: The new directory.
+
+    Raises:
+        ValueError: The older directory holds another file, which would be lost.
+    """
+
+    def __init__(self, directory: str, own: Collection[str], what: str) -> None:
+        self._directory, self._own, self._what = os.path.abspath(directory), own, what
+        # A name that nobody else has: two processes may write the directory at the same time.
+        name = all_gather_plain(secrets.token_hex(8))[0]
+        self.path = f"{self._directory}.{name}{_PARTIAL}"
+        with self.or_removed(), together():
+            if _is_first():
+                _require_own(self._directory, own, what)
+                os.makedirs(self.path)
+
+    def replace(self) -> None:
+        """Replace the older directory."""
+        with together():
+            if _is_first():
+                _require_own(self._directory, self._own, self._what)
+                _replace(self._directory, self.path)
+
+    @contextlib.contextmanager
+    def or_removed(self) -> Iterator[None]:
+        """Remove the new directory if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove the new directory."""
         if _is_first():
-            replace_text(Path(partial, _VALUES), text)
+            with contextlib.suppress(OSError):
+                _remove(self.path)
 
 
 @contextlib.contextmanager
@@ -53,36 +137,13 @@ def whole_directory(directory: str, own: Collection[str], what: str) -> Iterator
     """Replace `directory` as a whole if the block succeeds on all ranks; a collective call.
 
     The block writes into a new directory, whose path is yielded. If the block fails on a rank, the
-    new directory is removed and every rank raises. A killed process leaves it, as
-    `DIRECTORY.*.partial`.
-
-    Args:
-        directory: The directory.
-        own: Patterns of the files that an older one may hold.
-        what: What the directory is, in messages.
-
-    Raises:
-        ValueError: The directory holds another file, which would be lost.
+    new directory is removed and every rank raises. Arguments are those of `NewDirectory`.
     """
-    directory = os.path.abspath(directory)
-    # A name that nobody else has: two processes may write the directory at the same time.
-    partial = f"{directory}.{all_gather_plain(secrets.token_hex(8))[0]}{_PARTIAL}"
-    try:
+    new = NewDirectory(directory, own, what)
+    with new.or_removed():
         with together():
-            if _is_first():
-                _require_own(directory, own, what)
-                os.makedirs(partial)
-        with together():
-            yield partial
-        with together():
-            if _is_first():
-                _require_own(directory, own, what)
-                _replace(directory, partial)
-    except BaseException:
-        if _is_first():
-            with contextlib.suppress(OSError):
-                _remove(partial)
-        raise
+            yield new.path
+        new.replace()
 
 
 @contextlib.contextmanager
@@ -198,16 +259,6 @@ class StoredTensors:
             whole[tuple(map(slice, offset, ends))] = part
         assert whole is not None
         return whole
-
-
-def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Assign tensors to numbered files of limited size; a whole file is buffered in host memory."""
-    size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
-    total = 0
-    for name, tensor in tensors.items():
-        files[name] = 1 + total // size
-        total += tensor.nbytes
-    return files
 
 
 def _complete(directory: str) -> str:
