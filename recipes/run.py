@@ -306,13 +306,13 @@ def _state(setup: Setup) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _completed(folder: RunFolder, recipe: Recipe) -> Iterator[None]:
-    """Complete the last checkpoint if the block fails.
+    """Complete the last checkpoint if the block fails, but not if it is interrupted.
 
     The ranks of a larger trainer may not be there to agree on it.
     """
     try:
         yield
-    except BaseException:
+    except Exception:
         if recipe.cluster.size == 1:
             with contextlib.suppress(Exception):
                 folder.checkpoints.complete()

@@ -1,5 +1,6 @@
 """The files of a trainer: checkpoints of its models, and exports of its policy."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,10 +59,12 @@ class TrainerFiles:
         return self._saving is None
 
     def drop(self) -> None:
-        """Remove a checkpoint that is being written, without the other ranks."""
+        """Remove a checkpoint that is not finished, without the other ranks, and warn."""
         if self._saving is not None:
             self._saving.drop()
             self._saving = None
+            text = "close() has dropped a checkpoint; call finish_checkpoint() before"
+            warnings.warn(text, stacklevel=3)
 
     def load(self, directory: str) -> dict[str, Any]:
         """Load a checkpoint, and return its `extra`; see `Trainer.load_checkpoint`."""

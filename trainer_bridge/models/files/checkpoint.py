@@ -14,7 +14,6 @@ import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
 from rollout.model import open_checkpoint
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, Shape, listed, misfits
-from trainer_bridge.models.files.checkpoint_writer import Staging, write
+from trainer_bridge.models.files.checkpoint_writer import Staging, Writing
 from trainer_bridge.models.files.moments_8bit import is_scales, requantize
 
 _VALUES = "values.json"
@@ -60,24 +59,24 @@ class BegunCheckpoint:
         self._values = json.dumps(values)  # fails before anything is written
         self._new = NewDirectory(directory, _OWN, "a checkpoint")
         with self._new.or_removed(), together():
-            self._end = write(self._new.path, tensors, staging)
+            self._writing = Writing(self._new.path, tensors, staging)
 
     def written(self) -> bool:
         """Return whether all ranks have written their files; a collective call."""
-        return all(all_gather_plain(self._end.done()))
+        return all(all_gather_plain(self._writing.end.done()))
 
     def finish(self) -> None:
         """Wait until the files are written, and replace the directory."""
         with self._new.or_removed():
             with together():
-                self._end.result()
+                self._writing.end.result()
                 if _is_first():
                     replace_text(Path(self._new.path, _VALUES), self._values)
             self._new.replace()
 
     def drop(self) -> None:
         """Remove what is written, without the other ranks."""
-        wait([self._end])
+        self._writing.stop()
         self._new.remove()
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,23 +81,46 @@ class Staging:
         return copies
 
 
-def write(directory: str, tensors: Mapping[str, Tensor], staging: Staging | None) -> Future[None]:
-    """Write this rank's parts of tensors into files of a directory.
+class Writing:
+    """The writing of this rank's parts of tensors, which may change at once.
 
     Args:
         directory: An existing directory, shared by the ranks.
         tensors: The tensors by name, each a DTensor, or the same on every rank.
-        staging: Memory for a copy, which is written after the return; None: all is written before.
+        staging: Memory for a copy, which a thread writes; None: all is written in the construction.
 
-    Returns:
-        The end of the writing. The tensors may change at once.
+    Attributes:
+        end: The end of the writing.
     """
-    files, done = _files(tensors), Future[None]()
-    if staging is not None and (copies := staging.copied(files)) is not None:
-        return workers("checkpoint", 1).submit(_write_files, directory, copies)
-    _write_files(directory, files)
-    done.set_result(None)
-    return done
+
+    def __init__(
+        self, directory: str, tensors: Mapping[str, Tensor], staging: Staging | None
+    ) -> None:
+        self._directory, self._stopped = directory, False
+        files, self.end = _files(tensors), Future[None]()
+        if staging is not None and (copies := staging.copied(files)) is not None:
+            self.end = workers("checkpoint", 1).submit(self._write, copies)
+        else:
+            self._write(files)
+            self.end.set_result(None)
+
+    def stop(self) -> None:
+        """Write no more, and wait for what is being written."""
+        self._stopped = True
+        wait([self.end])
+
+    def _write(self, files: _Files) -> None:
+        for name, parts in files.items():
+            # Wide elements come first, so that each begins at a multiple of its size.
+            parts.sort(key=lambda part: -part.tensor.element_size())
+            with open(Path(self._directory, name), "xb", buffering=0) as file:
+                for data in (_header(parts), *map(_bytes, parts)):
+                    self._write_all(file.fileno(), data)
+                os.fsync(file.fileno())
+
+    def _write_all(self, file: int, data: memoryview) -> None:
+        while data and not self._stopped:
+            data = data[os.write(file, data[:_CHUNK]) :]
 
 
 def _files(tensors: Mapping[str, Tensor]) -> _Files:
@@ -118,16 +141,6 @@ def _files(tensors: Mapping[str, Tensor]) -> _Files:
     return {named.format(rank + 1, number, last): parts for number, parts in files.items()}
 
 
-def _write_files(directory: str, files: _Files) -> None:
-    for name, parts in files.items():
-        # Wide elements come first, so that each begins at a multiple of its size.
-        parts.sort(key=lambda part: -part.tensor.element_size())
-        with open(Path(directory, name), "xb", buffering=0) as file:
-            for data in (_header(parts), *map(_bytes, parts)):
-                _write_all(file.fileno(), data)
-            os.fsync(file.fileno())
-
-
 def _header(parts: Sequence[_Part]) -> memoryview:
     entries, at = dict[str, object](), 0
     for name, _, tensor in parts:
@@ -146,8 +159,3 @@ def _header(parts: Sequence[_Part]) -> memoryview:
 def _bytes(part: _Part) -> memoryview:
     flat: Any = part.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
-
-
-def _write_all(file: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(file, data[:_CHUNK]) :]
