@@ -76,7 +76,7 @@ class Loop(abc.ABC):
     rewards: Rewards
     sink: Sink = field(default_factory=Sink)
     save: Callable[[int, int], None] = _save_nothing
-    complete: Callable[[bool], bool] = bool
+    complete: Callable[[bool], bool] = bool  # without files, nothing is being saved after a wait
     mark_best: Callable[[int], None] = _save_nothing
     export: Callable[[int], None] = _save_nothing
     drawn: int = 0
