@@ -13,7 +13,7 @@ from recipes.setup.preparation import Setup
 from rollout.tag_names import CUDA_GRAPH
 
 PATIENCE = 300.0
-"""Seconds that a run waits for its plan; the largest plans take about 30."""
+"""Seconds that a run waits for its plan; the largest plans take about a minute."""
 
 
 def decide(

@@ -139,6 +139,7 @@ def test_plan_of_a_trainer_alone_on_its_gpu_equals_measurement() -> None:
 def test_gpu_of_the_engine_alone_is_planned_without_the_trainers_tags(colocate: bool) -> None:
     """Plan both kinds of GPUs; their bytes must not depend on the other kind."""
     words = [*APART[:3], f"cluster.colocate={colocate}", "cycle.resident=[]", "cycle.overlap=[]"]
+    words += ["trainer.activation_checkpointing=layers"]
     make = partial(plan_of, name="apart", gpu="h100-80gb")
     plan = make(recipes.load("qwen2.5-7b", words))
     wider = make(
