@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from recipes.config.decisions import OF_THE_TRAINER
 from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
 from recipes.importing import NamedFunction, absolute_name
@@ -77,7 +78,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
     recipe = setup.recipe
     section = dataclasses.asdict(recipe.trainer)
     betas = (section.pop("beta1"), section.pop("beta2"))
-    for name in ("keep_unsharded", "activation_checkpointing", "micro_batch_size"):
+    for name in OF_THE_TRAINER:
         section[name] = getattr(setup.decisions, name)
     section["micro_batch_tokens"] = setup.decisions.micro_batch_size * setup.max_request_tokens
     for key in ("schedule", "warmup_steps", "final_rate"):

@@ -13,6 +13,9 @@ from recipes.config.recipe import Recipe
 UNPLANNED_SIZE = 4
 """The value of `trainer.micro_batch_size=auto` if no plan precedes the trainer."""
 
+OF_THE_TRAINER = ("keep_unsharded", "activation_checkpointing", "micro_batch_size")
+"""Decisions that a trainer is built with."""
+
 LASTING = ("exact", "keep_unsharded", "micro_batch_size")
 """Decisions that the bits of the weights depend on, which a resumed run keeps."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.config.decisions import UNPLANNED_SIZE, Decisions, why_ray
+from recipes.config.decisions import OF_THE_TRAINER, UNPLANNED_SIZE, Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
 from recipes.errors import RecipeError, counted, one_line
@@ -17,8 +17,6 @@ from trainer_bridge.models import FLASH, check_layout
 
 UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
 """Line about a micro batch that no plan decided."""
-OF_THE_TRAINER = ("keep_unsharded", "activation_checkpointing", "micro_batch_size")
-"""Decisions that a trainer is built with."""
 OUTCOMES = {"warn": "differences are counted", True: "a difference ends the run"}
 """Words about exact runs."""
 

@@ -114,7 +114,7 @@ class Writing:
             # Wide elements come first, so that each begins at a multiple of its size.
             parts.sort(key=lambda part: -part.tensor.element_size())
             with open(Path(self._directory, name), "xb", buffering=0) as file:
-                for data in (_header(parts), *map(_bytes, parts)):
+                for data in chain([_header(parts)], map(_bytes, parts)):
                     self._write_all(file.fileno(), data)
                 os.fsync(file.fileno())
 
