@@ -143,14 +143,12 @@ class PlannedTrainer(Trainer):
         """Return to the state of a new trainer with these decisions beside the given rollout."""
         self.rollout = rollout
         self.runtime.keep_unsharded = decisions.keep_unsharded
-        # All sequences are as long as the longest, so sizes need no tokens.
-        size: dict[str, Any] = {
-            "micro_batch_size": decisions.micro_batch_size,
-            "micro_batch_tokens": None,
-        }
-        self.config = dataclasses.replace(self.config, **size)
+        # All planned sequences are equally long, so their number limits the tokens, too.
+        limits: dict[str, Any] = {"micro_batch_tokens": None}
+        limits["micro_batch_size"] = decisions.micro_batch_size
+        self.config = dataclasses.replace(self.config, **limits)
         for model in self.models:
-            model.config = dataclasses.replace(model.config, **size)
+            model.config = dataclasses.replace(model.config, **limits)
         self._leaving = self._returning = ()  # The last run ended while its tags were leaving.
         self._scratch = None
         super().reload()
