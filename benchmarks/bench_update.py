@@ -50,12 +50,14 @@ class Update(NamedTuple):
     micro_batch: int  # sequences
     recomputed: Any  # see `TrainerConfig.activation_checkpointing`; the rival recomputes layers
     dtype: Any = "float32"  # of our masters and moments
+    cuda_graphs: bool = False  # see `TrainerConfig`
 
 
 CASES = {
-    "0.5b": Update("qwen2.5-0.5b", None, 64, 256, 768, 64, "mlp"),
-    "0.5b, log-normal": Update("qwen2.5-0.5b", None, 64, 256, None, 64, "mlp"),
-    "smollm2": Update("smollm2-135m", None, 512, 28, 12, 512, "none"),
+    "0.5b": Update("qwen2.5-0.5b", None, 64, 256, 768, 64, "none"),
+    "0.5b, log-normal": Update("qwen2.5-0.5b", None, 64, 256, None, 64, "none"),
+    "0.5b, 8 at a time": Update("qwen2.5-0.5b", None, 64, 256, 768, 8, "none", cuda_graphs=True),
+    "smollm2": Update("smollm2-135m", None, 512, 28, 12, 512, "none", cuda_graphs=True),
     "7b": Update("qwen2.5-7b", None, 64, 128, 512, 16, "layers", "bfloat16"),
     "30b-a3b, 8 layers": Update("qwen3-30b-a3b", 8, 16, 256, 768, 16, "layers", "bfloat16"),
 }
@@ -76,6 +78,7 @@ def memsaver_update(scale: Scale, update: Update) -> Iterator[Callable[[], Any]]
         "micro_batch_size": update.micro_batch,
         "activation_checkpointing": update.recomputed,
         "dtype": update.dtype,
+        "cuda_graphs": update.cuda_graphs,
     }
     with random_trainer(scale, update.shape, update.layers, **options) as trainer:
         prompts, answers = sequences(update, trainer.model.config.vocab_size)

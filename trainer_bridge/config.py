@@ -274,6 +274,10 @@ class TrainerConfig:
             batches unsharded, which are reduced with those of the last. Otherwise every layer is
             gathered and reduced in every micro batch.
         activation_checkpointing: What the backward pass recomputes: whole layers, MLPs or nothing.
+        cuda_graphs: Launch the decoder's layers in updates as CUDA graphs (`LayerGraphs`), which
+            helps where the host needs longer for the launches than the device for the work. For
+            one rank and models whose sequences are packed, without experts. On the CPU, layers are
+            computed in the same way, and nothing is saved.
         threads: Torch threads on the CPU; None leaves torch's default.
         device: "cpu", "cuda" or "cuda:N".
         seed: Seed of torch's generator, set once when the trainer is built, and of random weights.
@@ -318,6 +322,7 @@ class TrainerConfig:
     micro_batch_tokens: int | None = None
     keep_unsharded: bool = False
     activation_checkpointing: Checkpointing = "none"
+    cuda_graphs: bool = False
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0

@@ -121,17 +121,17 @@ def run_alone(model: nn.Module) -> None:
     """
     for group in _groups(model):
         params = [param for param in group.fsdp_params if _is_lone(param)]
-        whole = [param for param in params if param.param_dtype is None]
         narrowed = [param for param in params if param.param_dtype is not None]
-        for param in whole:
-            _become_lone(param, None, local_tensor(param.sharded_param))
+        for param in params:
+            if param.param_dtype is None:
+                _become_lone(param, None, local_tensor(param.sharded_param))
         if narrowed:
             shards = [local_tensor(param.sharded_param) for param in narrowed]
             copies = _Copies(shards, narrowed[0].param_dtype)
             for param, part in zip(narrowed, copies.parts, strict=True):
                 _become_lone(param, copies, part)
-        if whole:
-            group.post_backward = partial(_take_gradients, whole, group.post_backward)
+        if params:
+            group.post_backward = partial(_take_gradients, params, group.post_backward)
 
 
 def _is_lone(param: Any) -> bool:
@@ -151,6 +151,51 @@ def _take_gradients(
     for param in params:
         param.take_gradient()
     post_backward(*unused)
+
+
+class LoneUnit:
+    """A unit of a single rank (`run_alone`), whose modules are computed without FSDP's hooks.
+
+    Attributes:
+        modules: Its modules.
+        trained: Its trained shards.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.modules: Sequence[nn.Module] = group.modules
+        shards = [param.sharded_param for param in group.fsdp_params]
+        self.trained: list[nn.Parameter] = [shard for shard in shards if shard.requires_grad]
+
+    def gather(self) -> None:
+        """Let the modules have parameters in forward's dtype."""
+        self._group._to_sharded()  # an earlier pass may have kept what it gathered
+        for param in self._group.fsdp_params:
+            if param.copies is not None:
+                param.copies.gather()
+            param.init_unsharded_param()
+            param.to_unsharded()
+
+    def free(self) -> None:
+        """Let the modules have shards."""
+        for param in self._group.fsdp_params:
+            param.to_sharded()
+
+    def trained_of(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+        """Return what is gathered of each trained shard of one of the modules."""
+        owners = set(module.modules())
+        params = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+        return {
+            param.sharded_param: param._unsharded_param
+            for param in params
+            if param._module_info.module in owners
+        }
+
+
+def lone_units(model: nn.Module, modules: Collection[nn.Module]) -> list[LoneUnit]:
+    """Return the units of a single rank that have any of these modules, in their order."""
+    groups = (group for group in _groups(model) if not set(modules).isdisjoint(group.modules))
+    return [*map(LoneUnit, groups)]
 
 
 def reshard(model: nn.Module) -> None:

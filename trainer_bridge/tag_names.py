@@ -12,3 +12,5 @@ MODELS = (PARAMS, REFERENCE, CRITIC)
 """Tags of models that score, one at a time: the policy, the reference, the critic."""
 
 ADAPTERS = "adapters"  # LoRA; offloaded and reloaded with `params`, which then never changes
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+"""Tags of `LayerGraphs`, which have memory from an update until another pass or an offload."""

@@ -40,7 +40,8 @@ class Trainer(SaverSide):
     """A policy that scores sequences, learns from them, and writes its weights into a rollout.
 
     Parameters are on tag `params` and the optimizer's moments on tag `optim`. Both move to the host
-    when they are offloaded. Gradients, activations and unsharded layers use torch's own memory.
+    when they are offloaded. Gradients, activations and unsharded layers use torch's own memory, or
+    with `config.cuda_graphs` tags that lose their memory in an offload (`LayerGraphs`).
     With `config.critic` a critic is on `critic` and `critic_optim`. With `config.reference` the
     initial weights are on `reference`, which stays offloaded until it is reloaded, and keeps its
     content until `refresh_reference` replaces it.
@@ -263,7 +264,7 @@ class Trainer(SaverSide):
             FloatingPointError: A gradient is not finite; in float16, at none of 20 loss scales, or
                 the loss is not finite either. Nothing has changed.
         """
-        self._require("update_actor", PARAMS, OPTIM, prefetching=True)
+        self._require("update_actor", PARAMS, OPTIM, prefetching=not self.config.cuda_graphs)
         self._require_unaliased("update_actor")
         figures = self.policy.update(batch, partial(self._compare, batch))
         self._runtime.finish()  # the step's queued work counts as part of this stage

@@ -87,6 +87,12 @@ class CachingAllocator:
                     resident.append(entry)
             self._cached[pool] = resident
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.reserved = self.peak = 0
+        for blocks in (self._cached, self._at, self._live):
+            blocks.clear()
+
     def reset_peak(self) -> None:
         self.peak = self.reserved
 

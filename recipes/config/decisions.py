@@ -13,7 +13,9 @@ from recipes.config.recipe import Recipe
 UNPLANNED_SIZE = 4
 """The value of `trainer.micro_batch_size=auto` if no plan precedes the trainer."""
 
-OF_THE_TRAINER = ("keep_unsharded", "activation_checkpointing", "micro_batch_size")
+OF_THE_TRAINER = (
+    *("keep_unsharded", "activation_checkpointing", "cuda_graphs", "micro_batch_size"),
+)
 """Decisions that a trainer is built with."""
 
 LASTING = ("exact", "keep_unsharded", "micro_batch_size")
@@ -33,6 +35,7 @@ class Decisions:
         hand_over: Whether memory that leaves goes to the other side.
         keep_unsharded: Whether unsharded parameters stay between micro batches.
         activation_checkpointing: What the backward pass recomputes.
+        cuda_graphs: Whether updates launch layers as CUDA graphs.
         micro_batch_size: Sequences in a pass of the trainer.
         reasons: Lines for a reader about a decision, by its name.
         open: Names of decisions that are still to be made. Until then they have their defaults.
@@ -46,6 +49,7 @@ class Decisions:
     hand_over: bool = False
     keep_unsharded: bool = False
     activation_checkpointing: Checkpointing = "layers"
+    cuda_graphs: bool = False
     micro_batch_size: int = UNPLANNED_SIZE
     reasons: Mapping[str, str] = field(default_factory=dict)
     open: frozenset[str] = frozenset()
@@ -63,6 +67,7 @@ class Decisions:
             "hand_over": _is_wanted(cycle.hand_over),
             "keep_unsharded": trainer.keep_unsharded,
             "activation_checkpointing": trainer.activation_checkpointing,
+            "cuda_graphs": trainer.cuda_graphs,
             "micro_batch_size": trainer.micro_batch_size,
         }
         values = {name: value for name, value in wishes.items() if value != "auto"}

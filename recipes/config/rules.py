@@ -266,6 +266,8 @@ def _of_devices(recipe: Recipe) -> Faults:
         yield "driver", f"cannot drive {devices} devices", "set driver=ray"
     if devices > 1 and ":" in recipe.device:
         yield "device", f"names one of the {devices} devices of cluster"
+    if cluster.size > 1 and recipe.trainer.cuda_graphs is True:
+        yield "trainer.cuda_graphs", f"is for one device, and the trainer has {cluster.size}"
     if cluster.address is not None and recipe.driver == "inprocess":
         yield "cluster.address", "excludes driver=inprocess", "set driver=ray"
     if (ports := cluster.port_range) and not 1024 <= ports[0] <= ports[1] <= 65535:

@@ -195,6 +195,8 @@ class TrainerSection:
         activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
             nothing; auto: on a GPU beside a native engine, what takes least time and fits by the
             plan; else layers.
+        cuda_graphs: Whether updates launch layers as CUDA graphs, on one device and without
+            experts; auto: on a GPU beside a native engine where it saves time and fits by the plan.
         threads: CPU threads of torch; null: torch's own choice.
         optimizer: With adamw_8bit, moments take 2 bytes a parameter instead of 8; it needs
             bitsandbytes (`pip install 'memsaver[optim]'`).
@@ -215,6 +217,7 @@ class TrainerSection:
     micro_batch_size: Count | Literal["auto"] = "auto"
     keep_unsharded: bool | Literal["auto"] = "auto"
     activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
+    cuda_graphs: bool | Literal["auto"] = "auto"
     threads: Count | None = None
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     optimizer_offload: bool = False

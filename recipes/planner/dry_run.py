@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +46,7 @@ from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch, TrainerConfig
-from trainer_bridge.models import Adapters, Runtime, code_tables
+from trainer_bridge.models import Adapters, Calls, GraphMemory, Runtime, code_tables
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.tag_names import REFERENCE
@@ -77,6 +78,7 @@ class PlannedRuntime(Runtime):
     world: int = 1
     attention: str | None = ATTENTION
     packed_attention: str | None = PACKED_ATTENTION
+    compiles: bool = False
 
     def make_buffers(self, model: nn.Module) -> None:
         """Create the model's buffers with arbitrary content."""
@@ -101,8 +103,19 @@ class PlannedRuntime(Runtime):
     def empty_cache(self) -> None:
         self.planned.empty_cache()
 
+    def graph_memory(self, saver: MemorySaver, tag: str) -> GraphMemory:
+        return PlannedGraphs(saver, tag)
+
     def numbers(self, tensor: Tensor) -> NDArray[np.float64]:
         return np.zeros(len(tensor))
+
+
+class PlannedGraphs(Calls):
+    """Memory of graphs, which a capture takes and a replay does not change."""
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        super().capture(run).replay()
+        return SimpleNamespace(replay=lambda: None)
 
 
 class PlannedTrainer(Trainer):
@@ -154,7 +167,10 @@ class PlannedTrainer(Trainer):
         super().reload()
         if self.reference is not None:
             super().offload(REFERENCE)
+        for model in self.models:
+            model.forget_graphs()
         self.saver.planned.clear()
+        self.saver.forget_discarded()
         self.saver.planned.once(_BUILD, lambda: self)
 
     def _once(self, name: str, batch: SequenceBatch, **how: Hashable) -> Any:
@@ -162,6 +178,8 @@ class PlannedTrainer(Trainer):
         scores_itself = batch.old_logprobs is None
         key = name, tuple(map(len, batch.response_ids)), scores_itself, *how.items()
         key = *key, self.runtime.keep_unsharded, self.config.micro_batch_size
+        updated: dict[str, Any] = {"update_actor": self.policy, "update_critic": self.critic}
+        self.runtime.use_graphs(updated[name].graphs if name in updated else None)
         return self.saver.planned.once(key, partial(getattr(Trainer, name), self, batch, **how))
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
@@ -266,19 +284,20 @@ def dry_run(
         rewards=open_rewards(setup.tasks, recipe.task, workers=0),
         sink=sink,
     )
-    stages = _of_a_later_step(loop, sink.peaks, saver.planned)
+    stages = _of_a_later_step(loop, sink.peaks, saver)
     handed_over = sum(rollout.handed_over.values())
     return DryRun(stages, saver.sizes(), saver.planned.host_bytes, handed_over)
 
 
-def _of_a_later_step(loop: Loop, peaks: Peaks, device: PlannedDevice) -> Stages:
+def _of_a_later_step(loop: Loop, peaks: Peaks, saver: PlannedSaver) -> Stages:
     """Return the peaks of a step that begins with the previous step's blocks in torch's cache."""
+    device = saver.planned
     begun = device.emptied
     peaks.passed("build")
     peaks.take()
     loop.to_rollout(1)
     loop.whole_step(1)
-    stages, emptied, left = peaks.take(), device.emptied, device.allocator.reserved
+    stages, emptied, left = peaks.take(), device.emptied, saver.torch_bytes
     loop.to_rollout(2)
     stages |= peaks.take()
     if device.emptied > emptied:  # emptied on the way to the second step, as to the first
@@ -287,7 +306,7 @@ def _of_a_later_step(loop: Loop, peaks: Peaks, device: PlannedDevice) -> Stages:
         # Small blocks of earlier steps decide where large ones fit: the larger of two ways counts.
         device.empty_cache()
         loop.whole_step(2)
-        left = max(left, device.allocator.reserved)
+        left = max(left, saver.torch_bytes)
         return {name: _with_cache(peak, left) for name, peak in stages.items()}
     loop.to_train()
     loop.to_rollout(2)

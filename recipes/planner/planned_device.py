@@ -118,6 +118,7 @@ class PlannedDevice(TorchDispatchMode):
         self._keys = 0
         self._streams: dict[int, int] = {}
         self._held: dict[Hashable, int] = {}  # bytes by name
+        self._tags: dict[Hashable, CachingAllocator] = {}  # by name of what lies on a tag
         self._requests: list[_Request] = []  # all requests, in order
         self._computed: dict[Hashable, tuple[Any, list[_Request]]] = {}
 
@@ -219,12 +220,10 @@ class PlannedDevice(TorchDispatchMode):
             return
         storage.__class__ = _PlannedStorage
         storage.planned, storage.key = self, None
-        if self._tag is not None:
-            if storage.nbytes():
-                self._tag.allocate(object(), storage.nbytes())
-            return
         self._keys += 1
         storage.key = key = self._keys
+        if self._tag is not None:
+            self._tags[key] = self._tag
 
         def gone(_: Any) -> None:
             del self._storages[key]
@@ -245,12 +244,13 @@ class PlannedDevice(TorchDispatchMode):
         if nbytes == before:
             return
         self._held[key] = nbytes
+        allocator = self._tags.get(key, self.allocator)
         if before:
-            self.allocator.free(key)
-            if not self._caches:
-                self.allocator.empty_cache()
+            allocator.free(key)
+            if not self._caches and allocator is self.allocator:
+                allocator.empty_cache()
         if nbytes:
-            self.allocator.allocate(key, nbytes, stream)
+            allocator.allocate(key, nbytes, stream)
         else:
             del self._held[key]
 

@@ -30,6 +30,7 @@ class PlannedSaver:
     Attributes:
         planned: The device of the trainer.
         paused: Names of the paused tags.
+        discarding: Names of tags whose content no pause keeps, which count as torch's memory.
         pooled: Bytes that the engine has handed over to the next tag that is resumed.
         used_by_peer: Returns the bytes that the other side uses of the same device.
     """
@@ -41,6 +42,7 @@ class PlannedSaver:
         self._direct = Counter[str]()
         self._regions = defaultdict[str, CachingAllocator](CachingAllocator)
         self.paused: set[str] = set()
+        self.discarding: set[str] = set()
         self.pooled = 0
         self.used_by_peer: Callable[[], int] = lambda: 0
 
@@ -59,10 +61,16 @@ class PlannedSaver:
 
     def pause(self, *tags: str, content: str, release: str) -> None:
         self.paused |= set(tags)
+        self.discarding |= set(tags if content == "discard" else ())
 
     def resume(self, *tags: str) -> None:
         self.paused -= set(tags)
         self.pooled = 0
+
+    def forget_discarded(self) -> None:
+        """Forget the allocations in regions whose content no pause keeps."""
+        for tag in self.discarding:
+            self._regions[tag].clear()
 
     @property
     def backend(self) -> Self:
@@ -88,15 +96,27 @@ class PlannedSaver:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every tag while it has memory."""
+        return {tag: size for tag, size in self._sizes().items() if tag not in self.discarding}
+
+    def _sizes(self) -> dict[str, int]:
         tags = dict.fromkeys([*self._direct, *self._regions])
         held = {tag: self._direct[tag] + self._regions[tag].reserved for tag in tags}
         return {tag: round_up(nbytes, PAGE) for tag, nbytes in held.items()}
 
+    @property
+    def torch_bytes(self) -> int:
+        """Return the bytes of torch's cache, and of tags that count as it."""
+        return self.planned.allocator.reserved + self._discardable
+
+    @property
+    def _discardable(self) -> int:
+        return sum(map(self._sizes().__getitem__, self.discarding - self.paused))
+
     def usage(self) -> Usage:
         """Return the trainer's usage; `device_used_bytes` counts both sides."""
-        torch_use = self.planned.allocator
+        peak = self.planned.allocator.peak + self._discardable
         sizes = self.sizes() | {PAGE_POOL: self.pooled}
-        usage = _usage(sizes, self.paused, torch_use.reserved, torch_use.peak)
+        usage = _usage(sizes, self.paused, self.torch_bytes, peak)
         return dataclasses.replace(usage, device_used_bytes=used_bytes(usage) + self.used_by_peer())
 
     def take_usage(self) -> Usage:

@@ -1,4 +1,4 @@
-"""Decision of `trainer.activation_checkpointing`: what takes least time and fits."""
+"""Decisions of recomputation and CUDA graphs in updates: what takes least time and fits."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from recipes.config.decisions import Decisions
 from recipes.config.literals import Checkpointing
 from recipes.config.recipe import Recipe
 from recipes.planner.memory_plan import MemoryPlan
 from recipes.setup.operations import count_operations
 from rollout.model import load_hf_config
+from trainer_bridge.models import why_no_graphs
 
 _RATE = 4e14
 """Operations a second of a pass that recomputes nothing and is limited by the device."""
@@ -46,12 +48,14 @@ class Work:
         updates: Number of updates.
         answers: Answers of an update.
         layers: Layers of the model.
+        graphs: Whether layers can be launched as CUDA graphs, which take the host no time.
     """
 
     operations: float
     updates: int
     answers: int
     layers: int
+    graphs: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, model_dir: Path, longest: int) -> Self | None:
@@ -63,6 +67,7 @@ class Work:
             longest: Tokens of every sequence.
         """
         counted, answers = count_operations(recipe, model_dir), recipe.answers_per_update
+        config = load_hf_config(model_dir)
         if counted is None:
             return None
         update = counted.update([longest] * answers, answers * recipe.sampling.max_tokens)
@@ -70,18 +75,20 @@ class Work:
             operations=recipe.updates_per_step * update,
             updates=recipe.updates_per_step,
             answers=answers,
-            layers=load_hf_config(model_dir).get_text_config().num_hidden_layers,
+            layers=config.get_text_config().num_hidden_layers,
+            graphs=not why_no_graphs(config, recipe.cluster.size),
         )
 
-    def seconds(self, way: Checkpointing, micro_batch_size: int) -> float:
-        """Estimate the seconds of the updates.
+    def device_seconds(self, way: Checkpointing) -> float:
+        """Estimate the seconds that the device takes for the updates; `way` is of recomputation."""
+        return _WAYS[way].device * self.operations / _RATE
 
-        Args:
-            way: What the backward pass recomputes.
-            micro_batch_size: Sequences in a pass.
-        """
-        costs, passes = _WAYS[way], self.updates * math.ceil(self.answers / micro_batch_size)
-        return max(costs.device * self.operations / _RATE, costs.host * self.layers * passes)
+    def seconds(self, decisions: Decisions) -> float:
+        """Estimate the seconds of the updates."""
+        way, size = decisions.activation_checkpointing, decisions.micro_batch_size
+        passes = self.updates * math.ceil(self.answers / size)
+        launches = 0.0 if decisions.cuda_graphs else _WAYS[way].host * self.layers * passes
+        return max(self.device_seconds(way), launches)
 
 
 def with_recomputation(
@@ -102,15 +109,35 @@ def with_recomputation(
     """
     least = math.inf
     for way, (*_, words) in _WAYS.items():
-        if work.seconds(way, work.answers) >= least:
+        if work.device_seconds(way) >= least:
             break
         plan = planned(way, {"activation_checkpointing": f"recomputed in backward: {words}"})
-        took = work.seconds(way, plan.decisions.micro_batch_size) + seconds(plan)
+        took = work.seconds(plan.decisions) + seconds(plan)
         if not _surely_fits(plan):
             took = math.inf
         if took < least or least == math.inf:
             best, least = plan, took
     return best
+
+
+def with_graphs(
+    plan: MemoryPlan, planned: Callable[[Mapping[str, str]], MemoryPlan], work: Work
+) -> MemoryPlan:
+    """Return the plan, or that of a run with CUDA graphs, if they save time and surely fit.
+
+    Args:
+        plan: The plan of a run without them.
+        planned: Returns the plan of a run with them, given a line about it for a reader, by the
+            name of the decision.
+        work: The work of the updates.
+    """
+    device = work.device_seconds(plan.decisions.activation_checkpointing)
+    waits = work.seconds(plan.decisions) / device
+    if not work.graphs or waits <= 1:
+        return plan
+    line = f"CUDA graphs of layers in updates: launches would take {waits:.1f} x the work's time"
+    graphed = planned({"cuda_graphs": line})
+    return graphed if _surely_fits(graphed) else plan
 
 
 def _surely_fits(plan: MemoryPlan) -> bool:

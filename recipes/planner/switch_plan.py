@@ -21,7 +21,7 @@ from recipes.config.recipe import Recipe
 from recipes.config.sections import SAVED
 from recipes.planner.memory_plan import MemoryPlan, Planning, PlanRequest
 from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
-from recipes.planner.recomputation import Work, with_recomputation
+from recipes.planner.recomputation import Work, with_graphs, with_recomputation
 from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
 from recipes.setup.model_decisions import without_moves
@@ -60,13 +60,23 @@ def plan_switch(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> M
                 return planner.with_size(decided, planning.elements)
             return planner.decided(decided)
 
-    if "activation_checkpointing" not in decisions.open:
-        return planned(decisions)
-    work = Work.of(recipe, request.directory, planning.longest)
+    work = None
+    if not decisions.open.isdisjoint(("activation_checkpointing", "cuda_graphs")):
+        work = Work.of(recipe, request.directory, planning.longest)
     if work is None:
-        return planned(decisions.decided(activation_checkpointing="layers"))
+        return planned(decisions.decided(activation_checkpointing="layers", cuda_graphs=False))
+
+    def graphed(decided: Decisions) -> MemoryPlan:
+        plan = planned(decided)
+        if "cuda_graphs" not in decided.open:
+            return plan
+        sized = decided.taking(plan.decisions, "micro_batch_size", "keep_unsharded")
+        return with_graphs(plan, lambda line: planned(sized.decided(line, cuda_graphs=True)), work)
+
+    if "activation_checkpointing" not in decisions.open:
+        return graphed(decisions)
     return with_recomputation(
-        lambda way, line: planned(decisions.decided(line, activation_checkpointing=way)),
+        lambda way, line: graphed(decisions.decided(line, activation_checkpointing=way)),
         lambda plan: plan.exposed + _gathering(recipe, plan),
         work,
     )

@@ -13,20 +13,16 @@ addresses must survive a pause, not its content.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvcache.allocators import Int64Array
-from memsaver import MemorySaver
-from memsaver.memory import clear_workspaces
+from memsaver.graph_pool import GraphPool, no_collection
 from rollout.ops.token_sampling import SLOTS, HostResults, Sent, divisors
 from rollout.ops.torch_attention import BatchShape
 from rollout.running.graph_inputs import DecodeInputs, GraphInputs, pack_decodes, pack_prompts
@@ -63,49 +59,30 @@ def token_ladder(most: int) -> tuple[int, ...]:
     return (*sizes, most) if most else ()
 
 
-class GraphPool:
-    """Memory of CUDA graphs on tag `cuda_graph`; a capture reuses what earlier ones have freed.
+def _capture(
+    pool: GraphPool, sizes: Sequence[int], step: Callable[[int], Callable[[], None]], unit: str
+) -> dict[int, torch.cuda.CUDAGraph]:
+    """Capture a graph of each size; `sizes` ascend.
 
-    Attributes:
-        captures: Number of graphs that were captured.
+    `step` returns what the graph of a size does, which is done twice. The memory that it reads must
+    be mapped. A torch.OutOfMemoryError gets a note that names the size in `unit`.
     """
+    with no_collection():
+        # The largest graph first: smaller graphs fit into the memory that it frees.
+        return {size: _of_size(pool, step(size), f"{size} {unit}") for size in reversed(sizes)}
 
-    def __init__(self, saver: MemorySaver) -> None:
-        self.saver = saver
-        self._pool = saver.mem_pool(CUDA_GRAPH)
-        self._stream = torch.cuda.Stream(saver.device)
-        self.captures = 0
 
-    def capture(
-        self, sizes: Sequence[int], step: Callable[[int], Callable[[], None]], unit: str
-    ) -> dict[int, torch.cuda.CUDAGraph]:
-        """Capture a graph of each size; `sizes` ascend.
-
-        `step` returns what the graph of a size does, which is done twice. The memory that it reads
-        must be mapped. A torch.OutOfMemoryError gets a note that names the size in `unit`.
-        """
-        with _no_collection():
-            # The largest graph first: smaller graphs fit into the memory that it frees.
-            return {size: self._capture(step(size), f"{size} {unit}") for size in reversed(sizes)}
-
-    def _capture(self, run: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
-        stream = self._stream
-        try:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-            with torch.cuda.stream(stream):
-                run()  # compiles kernels, which is not allowed during a capture
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            clear_workspaces()  # cuBLAS then allocates its workspace in the graph's pool
-            pool: Any = self._pool.id  # torch.cuda.graph declares another type
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                run()
-            clear_workspaces()  # and outside of the pool after the capture
-        except torch.OutOfMemoryError as error:
-            error.add_note(f"capturing a CUDA graph for {what}: lower kv_tokens or max_running")
-            raise
-        self.captures += 1
-        return graph
+def _of_size(pool: GraphPool, run: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
+    stream = pool.stream
+    try:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            run()  # compiles kernels, which is not allowed during a capture
+        stream.synchronize()
+        return pool.capture(run)
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"capturing a CUDA graph for {what}: lower kv_tokens or max_running")
+        raise
 
 
 class DecodeGraphs:
@@ -133,7 +110,7 @@ class DecodeGraphs:
         # Whoever waits for a blocking event sleeps, and gets a busy core sooner.
         self._chosen = [torch.cuda.Event(blocking=True) for _ in range(SLOTS)]
         self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
-        self._graphs = pool.capture(self.sizes, partial(self._step, decode), "requests")
+        self._graphs = _capture(pool, self.sizes, partial(self._step, decode), "requests")
         self.pool = pool  # assigned after _graphs, to be dropped after them
         self._results.turn.zero_()  # captures have run steps
         self.replays = 0
@@ -201,7 +178,7 @@ class PromptGraphs:
         largest, saver = self.sizes[-1], pool.saver
         self._inputs = GraphInputs(3 * largest + 8 * self._requests(largest), saver.device)
         self._hidden = saver.empty((largest, hidden_size), dtype, tag=CUDA_GRAPH)
-        self._graphs = pool.capture(self.sizes, partial(self._step, compute), "tokens")
+        self._graphs = _capture(pool, self.sizes, partial(self._step, compute), "tokens")
         self.pool = pool  # assigned after _graphs, to be dropped after them
         self.replays = 0
 
@@ -228,16 +205,3 @@ class PromptGraphs:
         self._graphs[size].replay()
         self.replays += 1
         return self._hidden[:count]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now and not inside the block: torch aborts when a graph dies in a capture."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvcache.allocators import Int64Array, to_device
 from memsaver import MemorySaver
+from memsaver.graph_pool import GraphPool
 from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import Decoder, ModelConfig
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
@@ -31,11 +32,12 @@ from rollout.ops.torch_attention import BatchShape, plan_torch
 from rollout.ops.triton_attention import TritonPlan, plan_decode, plan_triton
 from rollout.parallel import TensorParallel
 from rollout.running.graph_inputs import DecodeInputs, pack_decodes
-from rollout.running.graphs import DecodeGraphs, GraphPool, PromptGraphs
+from rollout.running.graphs import DecodeGraphs, PromptGraphs
 from rollout.running.step_routing import RoutingRecorder
 from rollout.scheduling.kv_cache import Cache
 from rollout.scheduling.sample_rows import SampleRows
 from rollout.scheduling.samples import Step
+from rollout.tag_names import CUDA_GRAPH
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
@@ -117,7 +119,7 @@ class ModelRunner:
         """
         config, dtype = self.config, self.decoder.lm_head.dtype
         self.ranks.stage_captures(config.vocab_size, dtype, self.device)
-        pool = GraphPool(saver)
+        pool = GraphPool(saver, CUDA_GRAPH)
         with row_invariant_products(self.device):
             if tokens:
                 size = self._table.size, config.hidden_size

@@ -312,7 +312,8 @@ def test_run_with_hosted_engine_is_planned_with_its_measurement(tmp_path: Path) 
 def test_run_is_planned_only_if_a_decision_is_open(
     words: str, planned: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = prepared(["device=auto", "cycle.resident=auto", *words.split()], tmp_path, device)
+    rest = ["device=auto", "cycle.resident=auto", "trainer.cuda_graphs=false"]
+    setup = prepared([*rest, *words.split()], tmp_path, device)
     plan = MemoryPlan(**{**vars(made_up({}, 0, 80)), "decisions": Decisions(alias=True)})
     monkeypatch.setattr("recipes.planner.decide.plan_apart", lambda *_: plan)
     made, _ = decide(setup, 80 * GIB if device == "cuda:0" else None)

@@ -17,7 +17,7 @@ AUTO = [
     *("driver=auto", "exact=auto", "cycle.alias=auto", "cycle.resident=auto"),
     *("cycle.overlap=auto", "cycle.hand_over=auto"),
     *("trainer.keep_unsharded=auto", "trainer.micro_batch_size=auto"),
-    "trainer.activation_checkpointing=auto",
+    *("trainer.activation_checkpointing=auto", "trainer.cuda_graphs=auto"),
 ]
 NAMED = {
     "driver": ("driver=ray", "ray"),
@@ -28,6 +28,7 @@ NAMED = {
     "hand_over": ("cycle.hand_over=never", False),
     "keep_unsharded": ("trainer.keep_unsharded=true", True),
     "activation_checkpointing": ("trainer.activation_checkpointing=mlp", "mlp"),
+    "cuda_graphs": ("trainer.cuda_graphs=true", True),
     "micro_batch_size": ("trainer.micro_batch_size=8", 8),
 }
 

@@ -133,17 +133,20 @@ def test_call_that_failed_inside_a_unit_leaves_nothing_behind(
     assert_same_bits(bits(trainer), bits(twin))
 
 
-@pytest.mark.parametrize("window", [None, 64])  # with a window, sequences are padded
+@pytest.mark.parametrize(
+    ("window", "graphs"), [(None, False), (None, True), (64, False)]
+)  # with a window, sequences are padded
 @pytest.mark.parametrize(
     ("method", "where"),
     [("compute_log_prob", "forward"), ("update_actor", "forward"), ("update_actor", "backward")],
 )
 def test_call_without_room_is_repeated_in_half_as_large_passes(
-    method: str, where: str, window: int | None, tmp_path: Path, make_trainer: Make
+    method: str, where: str, window: int | None, graphs: bool, tmp_path: Path, make_trainer: Make
 ) -> None:
     """Fail in the second pass, and compare with a twin that has half as large ones at first."""
     path, batch = write_model(tmp_path, "mistral", sliding_window=window), make_batch(12)
-    trainer, twin = (make_trainer(path, micro_batch_size=size) for size in (4, 2))
+    how: dict[str, Any] = {"cuda_graphs": graphs}
+    trainer, twin = (make_trainer(path, micro_batch_size=size, **how) for size in (4, 2))
     with failing_once(trainer.model.model.layers[1].mlp, where):
         with pytest.warns(UserWarning, match=r"^out of memory: micro_batch_\w+=\d+ from now on"):
             result = getattr(trainer, method)(batch)

@@ -288,21 +288,28 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 
 
 def lay_out(
-    batch: SequenceBatch, rows: Sequence[int], device: torch.device, limit: int, *, packed: bool
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    device: torch.device,
+    limit: int,
+    *,
+    packed: bool,
+    alike: bool = False,
 ) -> MicroBatch:
     """Build the micro batch of one chunk, packed end to end or padded.
 
     Padding is on the right, where the causal mask hides it. In a packed row, a filler rounds the
     number of tokens up to a multiple of 1 / 16 of the largest chunk, or of the longest sequence if
-    that is shorter. Without it, chunks of slightly different sizes would fragment the allocator's
-    cache.
+    that is shorter and chunks need not be `alike`. Without it, chunks of slightly different sizes
+    would fragment the allocator's cache.
 
     `rows` is a chunk of `dispatch`, called with the same `limit` and `packed`.
     """
     prompts = [Tokens.of(batch.prompt_ids).array(i) if i >= 0 else _pads(1) for i in rows]
     responses = [Tokens.of(batch.response_ids).array(i) if i >= 0 else _pads(0) for i in rows]
     if packed:
-        unit = round_up(-(-min(limit, _PARTS * batch.max_length) // _PARTS), _ALIGNED)
+        most = limit if alike else min(limit, _PARTS * batch.max_length)
+        unit = round_up(-(-most // _PARTS), _ALIGNED)
         if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts = [*rows, -1], [*prompts, _pads(spare)]
             responses = [*responses, _pads(0)]

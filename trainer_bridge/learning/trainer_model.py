@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, Self, TypeVar
@@ -18,6 +19,7 @@ from trainer_bridge.learning.batch import MicroBatch, SequenceBatch, check_token
 from trainer_bridge.learning.loss_scale import TRIES, LossScale, check_scores
 from trainer_bridge.learning.optimizer import LearningRate, after_load, build_optimizer
 from trainer_bridge.learning.tokens import Tokens
+from trainer_bridge.models.layer_graphs import LayerGraphs
 from trainer_bridge.models.runtime import Runtime
 from trainer_bridge.models.sharded_model import build_model, trained_params
 from trainer_bridge.sync.shards import local_shard
@@ -64,6 +66,7 @@ class Model:
         step: Number of updates that the parameters have had.
         rate: Learning rate over the updates.
         loss_scale: Scale of the loss, which float16 needs.
+        graphs: CUDA graphs of its layers in updates; None without.
         scores: Computes fp32 scores [N] of the response tokens of a micro batch.
     """
 
@@ -83,6 +86,7 @@ class Model:
         self.config, self.step = config, 0
         self.rate, self.loss_scale = LearningRate.of(config), LossScale.of(config)
         self._runtime, self._name = runtime, name
+        self.graphs: LayerGraphs | None = None
 
     @classmethod
     def build(
@@ -101,7 +105,10 @@ class Model:
         module, optimizer = build_model(config, runtime, saver, tag=tag, **how), None
         if moments is not None:
             optimizer = build_optimizer(module, config, runtime, saver, moments)
-        return cls(module, config, runtime, optimizer, "" if tag == PARAMS else tag)
+        model = cls(module, config, runtime, optimizer, "" if tag == PARAMS else tag)
+        if optimizer is not None and config.cuda_graphs:
+            model.graphs = LayerGraphs(module, config, runtime, saver, tag)
+        return model
 
     def score(self, method: str, batch: SequenceBatch) -> Tokens:
         """Score every response token in eval mode; every rank gets all scores.
@@ -120,6 +127,7 @@ class Model:
         """Score as `score` does; the scores may not be finite."""
         check_tokens(batch, self.module.config)
         self.module.eval()
+        self._runtime.use_graphs(None)
 
         def passes() -> TokenValues:
             values = TokenValues()
@@ -140,15 +148,24 @@ class Model:
         result has the sums over all micro batches of all ranks.
         """
         self.module.train()
+        graphs = self.graphs
+
+        def sums(micro: MicroBatch) -> Tensor:
+            packing = micro.packing
+            with graphs.layers_of(packing) if graphs and packing else nullcontext():
+                return torch.stack(backward(micro))
 
         def passes() -> list[Tensor]:
+            self._runtime.use_graphs(graphs)
+            if graphs is not None:
+                graphs.begin()
             with whole_pass(self.module):
-                return [torch.stack(backward(micro)) for micro in self._micro_batches(batch)]
+                return [*map(sums, self._micro_batches(batch, alike=graphs is not None))]
 
         parts = self._with_less(batch, passes)
         # One transfer and one wait for the sums of all micro batches.
-        sums = torch.stack(parts).double().sum(0)
-        return self._runtime.sum_ranks(self._runtime.numbers(sums)).tolist()
+        total = torch.stack(parts).double().sum(0)
+        return self._runtime.sum_ranks(self._runtime.numbers(total)).tolist()
 
     def _with_less(self, batch: SequenceBatch, passes: Callable[[], T]) -> T:
         """Run passes over a batch, which begin again if the device has no room for one.
@@ -168,6 +185,7 @@ class Model:
         self.config = replace(self.config, **changes)
         warnings.warn(f"out of memory: {key}={half} from now on, not {limit}", stacklevel=2)
         self.free()
+        self.forget_graphs()
         self._runtime.empty_cache()
         return passes()
 
@@ -178,13 +196,16 @@ class Model:
             return config.micro_batch_size
         return max(longest, config.micro_batch_tokens or config.micro_batch_size * longest)
 
-    def _micro_batches(self, batch: SequenceBatch) -> Iterator[MicroBatch]:
-        """Yield this rank's share of a batch, and let the module keep parameters in between."""
+    def _micro_batches(self, batch: SequenceBatch, alike: bool = False) -> Iterator[MicroBatch]:
+        """Yield this rank's share of a batch, and let the module keep parameters in between.
+
+        Micro batches that are `alike` have one of 16 numbers of tokens, whatever the batch.
+        """
         module, runtime, limit = self.module, self._runtime, self._limit(batch)
         shares = dispatch(batch, runtime.rank, runtime.world, limit, packed=module.packs)
         for left, rows in zip(reversed(range(len(shares))), shares, strict=True):
             keep_unsharded(module, runtime.keep_unsharded, last=not left)
-            yield lay_out(batch, rows, runtime.device, limit, packed=module.packs)
+            yield lay_out(batch, rows, runtime.device, limit, packed=module.packs, alike=alike)
 
     def take_step(
         self, backward: Callable[[float], list[float]]
@@ -234,6 +255,13 @@ class Model:
         """Free gradients and unsharded layers."""
         self.zero_grad()
         reshard(self.module)
+        if self.graphs is not None:
+            self.graphs.free()
+
+    def forget_graphs(self) -> None:
+        """Forget graphs of micro batches that will not come again."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     @property
     def whole(self) -> bool:

@@ -13,11 +13,9 @@ FLASH = (8, 0)
 """Compute capability that FlashAttention needs."""
 PACKED = "packed"
 """Name under which `pack_if_possible` registers `packed_attention` with transformers."""
-# Model types of transformers with plain causal attention.
-_PLAIN = (
-    "deepseek_v2", "deepseek_v3", "granite", "llama", "ministral", "mistral", "mixtral", "qwen2",
-    "qwen3", "qwen3_moe",
-)  # fmt: skip
+DENSE = ("granite", "llama", "ministral", "mistral", "qwen2", "qwen3")
+"""Model types of transformers with plain causal attention and without experts."""
+_PLAIN = (*DENSE, "deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 
 
 class Packing:

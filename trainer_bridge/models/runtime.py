@@ -1,10 +1,12 @@
 """The device and the ranks that a trainer runs on, and blocks of tensors on its tags."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
+from types import SimpleNamespace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -13,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from memsaver import MemorySaver
+from memsaver import Content, MemorySaver
+from memsaver.graph_pool import GraphPool
 from memsaver.memory import empty_torch_cache, host_memory
 from memsaver.ops.layout import round_up
 from trainer_bridge.config import TrainerConfig
@@ -30,6 +33,44 @@ def group_bytes(ranks: int, checkpoints: bool) -> int:
     if ranks == 1:
         return 0
     return _GROUP + (_CHECKPOINT if checkpoints else 0)
+
+
+class Graphs(Protocol):
+    """Graphs of a model's passes."""
+
+    def take_memory(self) -> None:
+        """Give them memory."""
+
+    def free(self) -> None:
+        """Free their memory."""
+
+
+class GraphMemory(Protocol):
+    """Memory in which launches are captured as graphs."""
+
+    def placing(self) -> AbstractContextManager[None]:
+        """Return a context that places tensors in this memory."""
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        """Capture what a function launches, as an object with a method `replay`."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Memory of a tag on the CPU, where a replay calls what was captured."""
+
+    saver: MemorySaver
+    tag: str
+
+    def placing(self) -> AbstractContextManager[None]:
+        return self.saver.region(self.tag, content="discard")
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        def replay() -> None:
+            with self.placing():
+                run()
+
+        return SimpleNamespace(replay=replay)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +90,8 @@ class Runtime:
     packed_attention: str | None = PACKED
     keep_unsharded: bool = False  # as `TrainerConfig.keep_unsharded`
     owns_group: bool = False  # whether `close` ends the default process group
+    compiles: bool = True  # whether kernels have to be compiled before they are captured
+    graphs: Graphs | None = None  # those that have memory
 
     @classmethod
     def open(cls, name: str) -> Self:
@@ -87,6 +130,19 @@ class Runtime:
     def empty_cache(self) -> None:
         """Free torch's cached blocks."""
         empty_torch_cache(self.device)
+
+    def graph_memory(self, saver: MemorySaver, tag: str) -> GraphMemory:
+        """Return memory for graphs on a tag."""
+        on_gpu = self.device.type == "cuda"
+        return GraphPool(saver, tag, "discard") if on_gpu else Calls(saver, tag)
+
+    def use_graphs(self, graphs: Graphs | None) -> None:
+        """Give memory to the graphs of the next passes, and to no others."""
+        if self.graphs is not None and self.graphs is not graphs:
+            self.graphs.free()
+        self.graphs = graphs
+        if graphs is not None:
+            graphs.take_memory()
 
     def finish(self) -> None:
         """Wait for all work queued on the device."""
@@ -145,8 +201,9 @@ def side_by_side(
     saver: MemorySaver,
     tag: str,
     starts: Sequence[int] | None = None,
+    content: Content = "host",
 ) -> list[Tensor]:
-    """Allocate undefined tensors in one block of a tag with content host.
+    """Allocate undefined tensors in one block of a tag.
 
     The tensors keep the block alive. `specs` has the shape and dtype of each tensor, `starts` its
     first byte in the block; None places the tensors one after another.
@@ -156,7 +213,7 @@ def side_by_side(
         starts = [0, *accumulate(round_up(size, ALIGN) for size in sizes)][: len(sizes)]
     ends = (start + size for start, size in zip(starts, sizes, strict=True))
     end = round_up(max(ends, default=0), _END)
-    block = saver.empty((end,), torch.uint8, tag=tag, content="host")
+    block = saver.empty((end,), torch.uint8, tag=tag, content=content)
     return [
         block[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, specs, strict=True)

@@ -26,8 +26,8 @@ from rollout.ops.product_probe import is_probed
 from rollout.ops.routing import Routing
 from rollout.ops.row_wise import add_parts, chained, product_key, row_invariant_products
 from rollout.ops.row_wise import linear as engine_linear
-from rollout.ops.torch_attention import BatchShape, StoredKV, attend, hidden_keys, similar_lengths
-from rollout.ops.triton_attention import TritonPlan, plan_triton, triton_attention
+from rollout.ops.torch_attention import StoredKV, attend, hidden_keys, similar_lengths
+from rollout.ops.triton_attention import TritonPlan, triton_attention
 from rollout.weights import held
 from trainer_bridge.ops.decoder_ops import gated, gated_gradient
 from trainer_bridge.ops.experts import sort_pairs, token_sum
@@ -192,9 +192,15 @@ class Sequences:
     @cached_property
     def plan(self) -> TritonPlan:
         """Return the plan of the engine's attention, which has no window."""
-        count, lengths = len(self.lengths), self.lengths
-        shape = BatchShape(rows=range(count), q_lens=lengths, kv_lens=lengths, num_decode=0)
-        return plan_triton(shape, self.table)
+        starts, lengths = self.bounds[:-1], self.bounds.diff()
+        rows = torch.arange(len(starts), device=starts.device, dtype=torch.int32)
+        return TritonPlan(
+            req_to_token=self.table,
+            meta=torch.stack([rows, starts, lengths, lengths]),
+            num_decode=0,
+            num_prefill=len(starts),
+            num_query_tokens=0,  # set where the queries are known
+        )
 
 
 def attention(
@@ -304,7 +310,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        plan = replace(sequences.plan, window=window)
+        plan = replace(sequences.plan, window=window, num_query_tokens=len(q))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
         with torch.cuda.device_of(q):

@@ -25,7 +25,10 @@ WAYS = (
 CARDS = {24: 22.0, 48: 44.0, 80: 79.1}
 """GiB that cards of a nominal size offer at least."""
 
-LEAST = "trainer.micro_batch_size=1 trainer.keep_unsharded=false cycle.resident=[] cycle.overlap=[]"
+LEAST = (
+    "trainer.micro_batch_size=1 trainer.keep_unsharded=false trainer.cuda_graphs=false "
+    "cycle.resident=[] cycle.overlap=[]"
+)
 SETTINGS = f"engine.kv_tokens=null sampling.max_tokens=1024 exact=false {LEAST}"
 PROMPT_TOKENS = 512
 GIB = 2**30
