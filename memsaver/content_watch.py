@@ -1,7 +1,5 @@
 """Detect that a tag's content was discarded by other code than the tag's owner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from memsaver.errors import format_bytes

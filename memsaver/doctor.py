@@ -3,8 +3,6 @@
 ``memsaver doctor`` prints the results as a table. `CHECKS` lists the checks in table order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.metadata

@@ -3,8 +3,6 @@
 Every message names the cause and a remedy. No error exits the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

@@ -1,7 +1,5 @@
 """Memory of CUDA graphs on a tag, whose addresses outlive a pause."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

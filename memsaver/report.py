@@ -1,7 +1,5 @@
 """Reports and events of a saver, in bytes and seconds, and a timeline in Chrome's trace format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

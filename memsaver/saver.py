@@ -11,8 +11,6 @@ The tests check these invariants after every operation, also after one that fail
 7. A dead process holds no lease.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """String types of the options, states and operations of `MemorySaver`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Content = Literal["discard", "host", "disk"]

@@ -3,8 +3,6 @@
 An actor is started by `ray.remote(RolloutActor).options(...).remote(path, ...)`, then by `build`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The base class of the Ray actors of rollout and trainer; Ray is imported on first use."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

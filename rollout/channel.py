@@ -6,8 +6,6 @@ machine can open. Before they unpickle anything, both ends refuse a process of a
 process that does not know the name of the socket, which is a secret.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

@@ -5,8 +5,6 @@ rank tells the others of requests and steps (`rollout.engine.step_decisions`); a
 sample identically. A wait for a rank that failed ends with the group's timeout.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Process groups of ranks on one or several machines: their store, backends and network."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Protocols of the engines that the wake-up cycle drives, in this process or behind an actor."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType

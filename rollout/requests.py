@@ -1,7 +1,5 @@
 """Sampling parameters of a request, and the completions that answer it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -144,7 +142,7 @@ class Completion:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)
 
     @classmethod
-    def joined(cls, outputs: Sequence[Output]) -> Completion:
+    def joined(cls, outputs: "Sequence[Output]") -> "Completion":
         """Join the outputs of one sample.
 
         Args:

@@ -7,8 +7,6 @@
 >>> from torch_memory_saver import torch_memory_saver
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Parts of the drop-ins: one saver per device, regions that a thread can leave, graph pools."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -60,7 +58,7 @@ class Savers:
             saver.disk_dir = path
 
 
-def _regions() -> list[Region]:
+def _regions() -> "list[Region]":
     return _thread.__dict__.setdefault("regions", [])
 
 

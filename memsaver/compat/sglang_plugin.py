@@ -4,8 +4,6 @@ It does nothing unless ``SGLANG_PLUGINS``, SGLang's own variable, names it:
 ``SGLANG_PLUGINS=memsaver``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

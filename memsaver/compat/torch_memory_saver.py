@@ -5,8 +5,6 @@ each content policy, which is the saver's tag ``tag:content``. `TorchMemorySaver
 `TorchMemorySaver.resume` handle all parts of a tag together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

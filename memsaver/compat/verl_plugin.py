@@ -4,8 +4,6 @@ It does nothing unless ``VERL_ENGINE_VENDOR``, verl's own variable, is ``memsave
 command ``memsaver``, it stands above all packages.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -5,8 +5,6 @@ allocations on a sleeping tag are awake. Here, such a tag consists of several ta
 named ``tag``, ``tag again, 2`` and so on. Each of them is awake or asleep as a whole.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -36,7 +34,7 @@ class CuMemAllocator:
     Programs obtain the instance of their process from `get_instance`.
     """
 
-    instance: ClassVar[CuMemAllocator | None] = None
+    instance: ClassVar["CuMemAllocator | None"] = None
     default_tag: ClassVar[str] = "default"
 
     def __init__(self, savers: Savers | None = None) -> None:
@@ -45,7 +43,7 @@ class CuMemAllocator:
         self.current_tag = self.default_tag
 
     @staticmethod
-    def get_instance() -> CuMemAllocator:
+    def get_instance() -> "CuMemAllocator":
         """Return the allocator of this process."""
         if CuMemAllocator.instance is None:
             CuMemAllocator.instance = CuMemAllocator()

@@ -3,8 +3,6 @@
 It does nothing unless ``VLLM_PLUGINS``, vLLM's own variable, names it: ``VLLM_PLUGINS=memsaver``.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 Files consist of whole blocks, are reserved before they are written, and use direct I/O if possible.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -56,7 +54,7 @@ class BlockFile:
         self.direct = try_direct(fd)
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
+    def create(cls, path: Path, nbytes: int, advice: str) -> "BlockFile":
         """Create a file, which must not exist, and reserve its space."""
         with explained("making a file", path, nbytes, advice):
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -71,7 +69,7 @@ class BlockFile:
         return file
 
     @classmethod
-    def open(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
+    def open(cls, path: Path, nbytes: int, advice: str) -> "BlockFile":
         """Open an existing file for reading."""
         with explained("opening a file", path, nbytes, advice):
             return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, nbytes, advice)

@@ -1,7 +1,5 @@
 """Save the content of a paused tag in host memory; detect copies that a pause can reuse."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass

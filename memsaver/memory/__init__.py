@@ -1,7 +1,5 @@
 """Manage physical memory and addresses (CUDA or memfd), page pools, and pinned host memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 

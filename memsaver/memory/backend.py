@@ -5,8 +5,6 @@ version 0 (dmlc/dlpack, include/dlpack/dlpack.h): torch accepts the given device
 when the storage dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

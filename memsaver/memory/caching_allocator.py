@@ -6,8 +6,6 @@ Streams share no blocks.
 The rules are those of c10/cuda/CUDACachingAllocator.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -29,8 +27,8 @@ class _CachedBlock:
     start: int
     size: int
     pool: Hashable
-    before: _CachedBlock | None = None
-    after: _CachedBlock | None = None
+    before: "_CachedBlock | None" = None
+    after: "_CachedBlock | None" = None
     free: bool = False
 
 

@@ -1,7 +1,5 @@
 """Provide GPU memory through CUDA's virtual memory management."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import time

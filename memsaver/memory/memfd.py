@@ -1,7 +1,5 @@
 """Provide host memory as memfd extents, and send a thread's torch CPU allocations to an arena."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -4,8 +4,6 @@ A pause can retain extents in the page pool, for the next resume or growth of an
 An extent of another saver is imported once, until its owner revokes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -4,8 +4,6 @@ The memory is resident before it is used: in huge pages if possible, populated b
 and pinned.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -5,8 +5,6 @@ the addresses keeps using the old ones: results are wrong, and the memory is nev
 docs/memory-model.md lists such libraries; the functions here detect some of them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any

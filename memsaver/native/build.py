@@ -4,8 +4,6 @@ A library carries the digest of its sources in its name (``sources.py``). A whee
 beside the sources; otherwise each library is compiled on first use into the user's cache.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Send a thread's torch CUDA allocations to an arena, through a ``MemPool`` of its segments."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -108,7 +106,7 @@ def outside_regions() -> Iterator[None]:
             regions.serve()
 
 
-def _own_regions() -> list[_Regions]:
+def _own_regions() -> "list[_Regions]":
     return list(_open.__dict__.values())
 
 

@@ -1,7 +1,5 @@
 """Call the functions that ``shim.h`` declares by ctypes, with the types of their prototypes."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import re

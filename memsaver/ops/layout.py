@@ -3,8 +3,6 @@
 A range is (offset, nbytes).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

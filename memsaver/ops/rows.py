@@ -6,8 +6,6 @@ elements. Without a source the target is only digested. On a GPU the table is on
 (`rows_triton.py`); elsewhere torch copies row by row.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Memory of any GPU is mapped by the backend of the current GPU. Mapping therefore
 and no stream on the owner's GPU, which need not even be visible to this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

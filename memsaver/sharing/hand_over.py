@@ -1,7 +1,5 @@
 """The giver's side of a hand-over, which makes another saver the owner of extents."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

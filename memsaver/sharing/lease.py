@@ -6,8 +6,6 @@ thread of this process unmaps an idle lease immediately; a lease in use ends wit
 lease therefore always shows the tag's present pages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence

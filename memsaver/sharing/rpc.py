@@ -4,8 +4,6 @@ Each end has two threads. One reads, so that answers arrive while a request is b
 other serves the requests of the peer, one at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -34,7 +32,7 @@ Serve = Callable[[str, dict[str, Any], list[int]], Reply]
 Its exceptions reach the caller as ``CallRefused``. It must close the descriptors that it receives.
 """
 
-_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+_endpoints: "weakref.WeakSet[Endpoint]" = weakref.WeakSet()
 
 
 class ConnectionClosed(ConnectionError):

@@ -5,8 +5,6 @@ connection must come from the same user, and a request must carry the token of a
 with their connection, so a dead peer holds none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Name devices across processes and machines; choose between Triton and torch kernels."""
 
-from __future__ import annotations
-
 import os
 import socket
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Replace files atomically; locate the user's cache folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

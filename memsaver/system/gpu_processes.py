@@ -3,8 +3,6 @@
 No function here raises, because the results go into messages about other errors.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Compute how much host memory the machine, containers and Ray leave to this process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Call the C library where Python has no function for it."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Name the limit of the process that made a system call fail."""
 
-from __future__ import annotations
-
 import errno
 import resource
 

@@ -4,8 +4,6 @@ Values of JSON are encoded as such. Tuples, sets, bytes, mappings and records be
 one key, which names the type.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

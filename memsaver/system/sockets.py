@@ -1,7 +1,5 @@
 """Questions to the kernel about the other end of a local socket."""
 
-from __future__ import annotations
-
 import socket
 import struct
 

@@ -1,7 +1,5 @@
 """Thread pools of the process, and locks that are free in a forked child."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor

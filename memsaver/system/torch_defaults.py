@@ -1,7 +1,5 @@
 """Run calls with torch's own defaults, whatever state the caller has set."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from typing import TypeVar
@@ -25,7 +23,7 @@ class torch_defaults(contextlib.ContextDecorator):
     def __exit__(self, *error: object) -> None:
         self._entered.close()
 
-    def _recreate_cm(self) -> torch_defaults:
+    def _recreate_cm(self) -> "torch_defaults":
         return torch_defaults()
 
 

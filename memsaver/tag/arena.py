@@ -16,8 +16,6 @@ without a copy, the beginning and end of an alias, an exchange, and a shrink tha
 tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections import deque
@@ -263,7 +261,7 @@ class Arena:
             with contextlib.suppress(BackendError):  # the copy is dropped in any case
                 copy.finish()
 
-    def exchange_versions(self, other: Arena) -> None:
+    def exchange_versions(self, other: "Arena") -> None:
         """Exchange the content's versions with another tag, after the extents were exchanged.
 
         Clean copies are dropped, because they are identified by the content's former addresses.

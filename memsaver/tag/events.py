@@ -5,8 +5,6 @@ At level DEBUG, the logger ``memsaver`` gets one line per operation on a tag, an
 calls that torch's allocator makes without Python.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Explanations of a shortage of memory: the cause, the holders and a remedy."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

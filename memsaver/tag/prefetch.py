@@ -1,7 +1,5 @@
 """Restore of saved content in the background, in the order in which the caller needs it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from bisect import bisect_left, bisect_right
@@ -48,7 +46,7 @@ class Prefetch:
         backend: Backend,
         arenas: Sequence[Arena],
         order: Sequence[torch.Tensor],
-        settle: Callable[[Prefetch], None],
+        settle: "Callable[[Prefetch], None]",
         done: Callable[[float], None],
     ) -> None:
         self.arenas = tuple(arenas)

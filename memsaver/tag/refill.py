@@ -4,8 +4,6 @@ A refill copies content into one extent while the next one is obtained. A swap m
 extents to another, and copies content in both directions at the same time.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 

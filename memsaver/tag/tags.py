@@ -1,7 +1,5 @@
 """The tags of one saver, and the accounts of their memory for reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from memsaver.errors import StateError, TagError

@@ -1,7 +1,5 @@
 """Tickets that permit other savers to use memory, and pages aliased with such a ticket."""
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -1,7 +1,5 @@
 """Atomic operations on the memory of tags: pause, resume, swap, exchange, alias and resize."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

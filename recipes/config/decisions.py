@@ -1,7 +1,5 @@
 """What a run decides where keys of its recipe say auto: one record, each decision with a reason."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -100,7 +98,7 @@ class Decisions:
         told = {name: text for name, text in (reasons or {}).items() if name in made}
         return replace(self, **made, reasons={**self.reasons, **told}, open=self.open - made.keys())
 
-    def taking(self, other: Decisions, *names: str) -> Self:
+    def taking(self, other: "Decisions", *names: str) -> Self:
         """Return the decisions with open ones among `names` made as in other decisions.
 
         Without names, all open decisions are taken.

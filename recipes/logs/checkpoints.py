@@ -1,7 +1,5 @@
 """Checkpoints and exports of a run: the newest, the best, and which of them stay."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import shlex

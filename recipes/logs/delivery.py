@@ -6,8 +6,6 @@ repeated after a resume keeps its first figures in the trackers. A slow or faili
 the run nothing but a note.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

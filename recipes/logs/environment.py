@@ -1,7 +1,5 @@
 """Environment of a run: date, host, GPUs and versions, in environment.json."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Rows of a run: metrics.jsonl and samples.jsonl, and what a row says."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Monitor of a run: times and memory of every stage, recorded and shown as it runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

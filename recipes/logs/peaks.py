@@ -6,8 +6,6 @@ device's memory (contexts, libraries) does not change. If the tags of one side c
 the other go, they take the pages that become free.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers on record: samples.jsonl of a run, and the command `memsaver samples`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

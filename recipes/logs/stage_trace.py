@@ -1,7 +1,5 @@
 """Stages and memory of the newest steps, for pictures and as a Chrome trace."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from functools import partial
 from pathlib import Path

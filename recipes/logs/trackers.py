@@ -4,8 +4,6 @@ Each tracker uses its own library, which is imported on use. Projects, experimen
 come from the library's own settings, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

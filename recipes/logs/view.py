@@ -1,7 +1,5 @@
 """Display of a run: a line for each row, and a bar with the current stage."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import threading

@@ -6,8 +6,6 @@ and seeds as an uninterrupted one. A loop decides by its own state: it reports t
 nothing back.
 """
 
-from __future__ import annotations
-
 import abc
 import signal
 import threading

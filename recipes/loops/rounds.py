@@ -9,8 +9,6 @@ equation 11, which judges groups by right and wrong answers. Here the rewards of
 decide. verl (`filter_groups`) leaves the figure to the user.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

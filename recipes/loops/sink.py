@@ -1,7 +1,5 @@
 """Receiver of what a loop reports: stages, figures, answers and notes; nothing comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

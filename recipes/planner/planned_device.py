@@ -16,8 +16,6 @@ Private names of torch, the same from 2.11 to 2.15:
 * `OpOverload._schema` describes the arguments and results of an operation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref
@@ -85,7 +83,7 @@ _THREADS = ("forward", "backward")  # Threads that multiply matrices.
 class _PlannedStorage(torch.UntypedStorage):
     """Storage of planned tensors, which reports resizes: FSDP resizes without an operation."""
 
-    planned: PlannedDevice
+    planned: "PlannedDevice"
     key: int | None
 
     def resize_(self, nbytes: int) -> Any:

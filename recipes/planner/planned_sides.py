@@ -3,8 +3,6 @@
 `PlannedSaver` replaces the `MemorySaver` of a process, and `PlannedRollout` the engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict

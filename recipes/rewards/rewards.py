@@ -1,7 +1,5 @@
 """Rewards of answers: weighted sums of reward functions, called in worker processes."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

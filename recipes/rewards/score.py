@@ -1,7 +1,5 @@
 """Records of a reward: the sampled answer, what each function says of it, and their sum."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field

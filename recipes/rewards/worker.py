@@ -3,8 +3,6 @@
 The process imports neither torch nor the rest of a run, unless a reward function does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Digests of what decides a run's prompts and rewards, by which a resume notices other data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Sets of problems from the rows of data files and of data sets of the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

@@ -5,8 +5,6 @@ fault, and leave no cache. Parquet needs `pyarrow`; the Hub, clones of its data 
 of `save_to_disk` need `datasets`.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Rewards of a run: the reward functions of its sets, or the scorers of their tasks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +53,7 @@ class TaskScorer:
         """Call the scorer and return its result."""
         return self._score(problem, text, ended)
 
-    def __reduce__(self) -> tuple[Callable[..., TaskScorer], tuple[Any, ...]]:
+    def __reduce__(self) -> "tuple[Callable[..., TaskScorer], tuple[Any, ...]]":
         if self.evaluates:
             return TaskScorer, (self._score, self._section)
         return _rebuilt, (self._section, self._build)

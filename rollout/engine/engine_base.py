@@ -1,7 +1,5 @@
 """The base class of all engines, and how trainer and engine hand memory over to each other."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the first rank of an engine decides for all of its ranks: requests, aborts and steps."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

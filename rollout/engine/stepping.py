@@ -1,7 +1,5 @@
 """Engines that are stepped: requests come and go between steps, and `generate` is a client."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from abc import abstractmethod

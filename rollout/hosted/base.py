@@ -1,7 +1,5 @@
 """Sleep and weight updates of hosted engines, which belong to another project."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import chain

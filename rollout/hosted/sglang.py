@@ -1,7 +1,5 @@
 """SGLang as a rollout: it generates, sleeps by tags, and its weights are replaced in place."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ The schedulers have the weights, one scheduler per tensor-parallel rank. SGLang 
 changed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

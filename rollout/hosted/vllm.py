@@ -1,7 +1,5 @@
 """vLLM as a rollout: it generates, sleeps by tags, and its weights are replaced in place."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Iterator, Sequence, Sized
 from contextlib import contextmanager

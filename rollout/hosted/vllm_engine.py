@@ -3,8 +3,6 @@
 Nothing of vLLM is changed: only public calls are used, and the import name of its allocator.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

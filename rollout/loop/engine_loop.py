@@ -1,7 +1,5 @@
 """Loops of an engine: the first rank's steps it and decides, and those of the others follow."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import defaultdict, deque

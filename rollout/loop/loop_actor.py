@@ -1,7 +1,5 @@
 """The process of one rank of an engine that a loop owns, called by method name."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 from functools import partial

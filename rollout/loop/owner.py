@@ -1,7 +1,5 @@
 """A thread that owns an engine: what other threads want of it happens there, in turn."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from abc import ABC, abstractmethod

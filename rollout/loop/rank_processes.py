@@ -1,7 +1,5 @@
 """The processes of an engine, one per rank, which another process starts and calls."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Which of several engines, replicas of each other, answers a request."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """Double sparsity: decode attends to few tokens, chosen by few channels of their keys."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

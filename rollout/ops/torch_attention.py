@@ -14,8 +14,6 @@ query therefore has the same result, to the bit, in decode, in every chunk of a 
 trainer, which differentiates `attend`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

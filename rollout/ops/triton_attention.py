@@ -7,8 +7,6 @@ in prefill and decode, except with latent rows. The launches depend only on the 
 and query tokens, so a CUDA graph can replay them with other lengths.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -54,7 +52,7 @@ class TritonPlan:
         return self.window or _NO_WINDOW
 
     @cached_property
-    def gathered(self) -> tuple[Tensor, TritonPlan]:
+    def gathered(self) -> tuple[Tensor, "TritonPlan"]:
         """Return the slots of all cached tokens, and the plan over a packed copy of their rows.
 
         The slots are int64 [sum(kv_lens)], request by request.

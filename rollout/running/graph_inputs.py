@@ -1,7 +1,5 @@
 """The numbers that CUDA graphs read at fixed addresses, packed into one copy to the device."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Self
 
 import numpy as np

@@ -11,8 +11,6 @@ of collectives), and memory of the tag that the same replay has written. Therefo
 addresses must survive a pause, not its content.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial

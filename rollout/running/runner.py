@@ -1,7 +1,5 @@
 """Turn a scheduled step into tensors, run the decoder (as a CUDA graph if possible), and sample."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Record which experts the tokens of a step went to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ class RoutingRecorder:
             layer.routed = part
         self._taken: list[StepRouting] = []  # whose experts may not have arrived
 
-    def take(self, tokens: int) -> StepRouting:
+    def take(self, tokens: int) -> "StepRouting":
         """Copy the experts of the step's tokens; on a GPU, start the copy to the host."""
         written = self._written[:, :tokens].transpose(0, 1)
         if not written.is_cuda:

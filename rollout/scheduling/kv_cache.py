@@ -1,7 +1,5 @@
 """The engine's KV cache: the pools for the model's layers, and their bookkeeping."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -4,8 +4,6 @@ Files may store parameters under other names or in other parts than the model: o
 where the model stacks experts, and Mixtral's own names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

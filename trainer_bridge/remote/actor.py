@@ -3,8 +3,6 @@
 Handles and actors (`ActorBase.call`) forward calls by method name. ray is imported on first use.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,7 +81,7 @@ class RemoteTrainer(RemoteGroup):
     `take_usage`) differ between ranks: call them on an element of `each()`.
     """
 
-    _rollout: RemoteRollout | None = None
+    _rollout: "RemoteRollout | None" = None
     _owners: Sequence[int | None] = ()
     _connected = range(0)
 
@@ -100,7 +98,7 @@ class RemoteTrainer(RemoteGroup):
         for rank in self.ranks:
             rank.start("reserve", len(self.ranks))
 
-    def connect(self, rollout: RemoteRollout, owners: Sequence[int | None]) -> None:
+    def connect(self, rollout: "RemoteRollout", owners: Sequence[int | None]) -> None:
         """Connect each rank to the engine ranks that it owns.
 
         `owners` has a rank for each engine rank, or None for those that receive their bytes
@@ -211,7 +209,7 @@ class RemoteRollout(RemoteGroup):
                 places[rank] = (address,)
         self.call_each("build", places)
 
-    def of(self, engine: range) -> RemoteRollout:
+    def of(self, engine: range) -> "RemoteRollout":
         """Return a handle on one engine, without its replacement."""
         return RemoteRollout(self.ranks[engine.start : engine.stop], self.timeout, len(engine))
 

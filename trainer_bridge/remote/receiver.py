@@ -5,8 +5,6 @@ in the engine's process, gets the bytes in bounded messages and writes them into
 whose digest the engine compares as after any sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Parameters and buffers of a module by checkpoint name."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 WRAPPED = "_checkpoint_wrapped_module."

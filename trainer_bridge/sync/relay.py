@@ -16,8 +16,6 @@ error afterwards, so that other ranks need not wait for a timeout. The bytes are
 `Wire` describes what happens when a rank dies.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -283,7 +281,7 @@ class _Buffer:
         if wire.type != device.type:
             self.wire = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def pack(self, outgoing: _Outgoing, factors: Mapping[str, LowRank]) -> None:
+    def pack(self, outgoing: "_Outgoing", factors: Mapping[str, LowRank]) -> None:
         """Pack a message, and copy it to the wire; waits if the wire is on another device."""
         message, packing = outgoing
         packing.start({message.target: self.stage}, factors)

@@ -3,8 +3,6 @@
 `aligned_dims` chooses the dimensions that give a rank the parts its device's engine needs.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -33,7 +31,7 @@ class Box(NamedTuple):
     def volume(self) -> int:
         return math.prod(self.shape)
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, other: "Box") -> "Box | None":
         """Return the intersection of two boxes, or None if it is empty."""
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
@@ -50,7 +48,7 @@ class Box(NamedTuple):
         bounds = zip(self.start, self.shape, strict=True)
         return tuple(slice(first, first + size) for first, size in bounds)
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: "Box") -> tuple[slice, ...]:
         """Return the slices that select this box in a tensor with the elements of `outer`."""
         return Box(difference(self.start, outer.start), self.shape).slices
 

@@ -3,8 +3,6 @@
 Serves Llama, Mistral, Qwen2, Qwen3 and Qwen3-Next.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,11 +81,11 @@ class AttentionConfig(MixerConfig):
             splits |= {f"self_attn.{name}_proj.{kind}": split for name, split in rows.items()}
         return splits
 
-    def of_rank(self, size: int) -> AttentionConfig:
+    def of_rank(self, size: int) -> "AttentionConfig":
         kv_heads = heads_per_rank(size, self.num_kv_heads)
         return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv_heads)
 
-    def build(self, index: int, parts: LayerParts) -> Attention:
+    def build(self, index: int, parts: LayerParts) -> "Attention":
         return Attention(self, index, parts)
 
 

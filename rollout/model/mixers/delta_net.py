@@ -3,8 +3,6 @@
 A request has a convolution state and a recurrent state instead of keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,11 +73,11 @@ class DeltaNetConfig(MixerConfig):
         splits = {f"linear_attn.{name}": [Split(dim=0, units=unit)] for name, unit in units.items()}
         return {**splits, "linear_attn.out_proj.weight": [Split(dim=1, units=(values,))]}
 
-    def of_rank(self, size: int) -> DeltaNetConfig:
+    def of_rank(self, size: int) -> "DeltaNetConfig":
         keys, values = self.num_key_heads // size, self.num_value_heads // size
         return replace(self, num_key_heads=keys, num_value_heads=values)
 
-    def build(self, index: int, parts: LayerParts) -> DeltaNet:
+    def build(self, index: int, parts: LayerParts) -> "DeltaNet":
         return DeltaNet(self, index, parts)
 
 

@@ -6,8 +6,6 @@ output of attention. Attention therefore sees one KV head that all query heads s
 tensor-parallel engine divide the query heads; each rank keeps all latent rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +46,7 @@ class MLAConfig(MixerConfig):
             )
 
     @classmethod
-    def of(cls, config: Any, layer: ObservedAttention, rope: RopeConfig) -> MLAConfig:
+    def of(cls, config: Any, layer: ObservedAttention, rope: RopeConfig) -> "MLAConfig":
         """Describe an observed layer; `config` is its model's Hugging Face config."""
         assert layer.latent is not None
         kv_rank, rope_dim = layer.latent
@@ -106,10 +104,10 @@ class MLAConfig(MixerConfig):
             "self_attn.o_proj.weight": [Split(dim=1, units=(self.value_dim,))],
         }
 
-    def of_rank(self, size: int) -> MLAConfig:
+    def of_rank(self, size: int) -> "MLAConfig":
         return replace(self, num_heads=self.num_heads // size)
 
-    def build(self, index: int, parts: LayerParts) -> LatentAttention:
+    def build(self, index: int, parts: LayerParts) -> "LatentAttention":
         return LatentAttention(self, index, parts)
 
 

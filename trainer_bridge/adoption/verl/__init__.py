@@ -6,8 +6,6 @@ those of the trainer, `replica` and `engine_server` in its driver and in the ser
 `worker_extension` in vLLM's workers. `engine_rank` runs in the native engine's processes.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

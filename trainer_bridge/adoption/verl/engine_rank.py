@@ -3,8 +3,6 @@
 They import neither verl nor Ray. The server's process starts them, and they end with it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

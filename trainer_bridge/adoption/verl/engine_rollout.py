@@ -1,7 +1,5 @@
 """verl's rollout on the trainer's side: it writes the trainer's shards into the native engine."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl's server of the native engine: an actor that answers requests, and its replica."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from collections.abc import Mapping, Sequence

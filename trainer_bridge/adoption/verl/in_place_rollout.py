@@ -1,7 +1,5 @@
 """verl's rollout on the trainer's side: it writes the trainer's shards into vLLM's weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout import ServerAdapter

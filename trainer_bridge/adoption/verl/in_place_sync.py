@@ -1,7 +1,5 @@
 """The trainer's side of a sync in verl: a rank writes its shards into the weights of an engine."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import secrets

@@ -1,7 +1,5 @@
 """Concurrent requests of an event loop to one engine, by the names that verl gives them."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Future
 from typing import Any

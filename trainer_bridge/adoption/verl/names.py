@@ -1,7 +1,5 @@
 """Names by which the processes of verl find each other's parts of a sync."""
 
-from __future__ import annotations
-
 ROLLOUT = "memsaver_vllm"  # verl's vLLM
 ENGINE_ROLLOUT = "memsaver"  # the native engine
 UPDATE = "memsaver_update"  # method of vLLM's workers

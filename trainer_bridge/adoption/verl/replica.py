@@ -1,7 +1,5 @@
 """verl's vLLM server, whose workers take weight updates in place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl's FSDP2 engine, whose weights can be read without gathering them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine's end of a weight update, whose calls a trainer rank makes over a socket."""
 
-from __future__ import annotations
-
 import contextlib
 
 from rollout import Engine, channel

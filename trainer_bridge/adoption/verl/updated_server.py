@@ -1,7 +1,5 @@
 """What verl's servers of an engine share: weight updates, and their failures."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A trainer rank calls its methods over a socket, because verl's `collective_rpc` discards answers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
