@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -12,6 +12,7 @@ from kvcache.config import check_counts, check_option
 from kvcache.tiers import HostCacheConfig, Layout, WritePolicy
 from memsaver.ops.layout import round_up
 from memsaver.system.devices import Impl
+from memsaver.types import check_choice
 
 HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
@@ -112,10 +113,8 @@ class KVTiers:
 
     def __post_init__(self) -> None:
         _ = self.host  # construction validates host_ratio, host_bytes and layout
-        for key, known in (("write_policy", WritePolicy), ("preemption", Preemption)):
-            names = get_args(known)
-            good = getattr(self, key) in names
-            check_option(self, key, good, f"must be one of {', '.join(names)}")
+        check_choice("write_policy", self.write_policy, WritePolicy)
+        check_choice("preemption", self.preemption, Preemption)
         if (self.disk_directory is None) != (self.disk_bytes is None):
             raise ValueError(
                 f"give disk_directory and disk_bytes together or neither, got "
@@ -254,8 +253,7 @@ class EngineConfig:
         longest = self.max_context_len
         rule = "has no room for a prompt and one token; raise it"
         check_option(self, "max_context_len", longest is None or longest >= 2, rule)
-        rule = f"must be one of {', '.join(get_args(Impl))}"
-        check_option(self, "attention", self.attention in get_args(Impl), rule)
+        check_choice("attention", self.attention, Impl)
         kv_dtype(self.kv_cache_dtype, torch.float32)  # raises a ValueError for an unknown name
         check_option(self, "seed", 0 <= self.seed < 2**63, "must be in [0, 2**63)")
         if self.graph_batch_sizes is not None:

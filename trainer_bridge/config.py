@@ -36,10 +36,10 @@ _LOSS_KIND: Rule = (
 _COUNT_OR_NONE: Rule = (lambda value: value is None or value >= 1, "must be at least 1, or None")
 
 
-def _one_of(choices: Any) -> Rule:
-    """Return the rule that a field is one of the values of a Literal."""
+def _one_of(choices: Any, *none: None) -> Rule:
+    """Return the rule that a field is one of the values of a Literal, or None if that is given."""
     values = get_args(choices)
-    return values.__contains__, f"use one of {', '.join(values)}"
+    return (*values, *none).__contains__, f"use one of {', '.join(values)}{', or None' * len(none)}"
 
 
 def _check(config: object, *rules: tuple[str, *Rule]) -> None:
@@ -217,16 +217,15 @@ class CorrectionConfig:
     def __post_init__(self) -> None:
         low = self.how != "mask" or 0 <= self.low < self.high
         paired = (self.reject is None) == (self.reject_above is None)
-        levels, ways, figures = map(get_args, (Level, How, Reject))
         limit: Rule = (
             lambda value: value is None or 0 < value < math.inf,
             "must be positive and finite, or None",
         )
         _check(
             self,
-            ("level", self.level in levels, f"use {', '.join(levels)}"),
-            ("how", self.how in ways, f"use {', '.join(ways)}"),
-            ("reject", self.reject in (None, *figures), f"use {', '.join(figures)}"),
+            ("level", *_one_of(Level)),
+            ("how", *_one_of(How)),
+            ("reject", *_one_of(Reject, None)),
             ("high", *_POSITIVE),
             ("low", low, f"must be in [0, high), with high={self.high}"),
             ("reject_above", paired, "set it together with reject"),
@@ -354,11 +353,7 @@ class TrainerConfig:
             ("model_path", bool, "name a Hugging Face model directory"),
             ("dtype", self.dtype != "float16", "use float32, with param_dtype='float16'"),
             ("dtype", self.dtype in DTYPES, "use float32 or bfloat16"),
-            (
-                "param_dtype",
-                self.param_dtype in (None, *DTYPES),
-                f"use one of {', '.join(DTYPES)}, or None",
-            ),
+            ("param_dtype", *_one_of(Dtype, None)),
             ("param_dtype", half, "needs dtype='float32'"),
             ("activation_checkpointing", *_one_of(Checkpointing)),
             ("learning_rate weight_decay router_aux_loss_coef", *_FINITE),

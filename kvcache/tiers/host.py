@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token_pools import TokenPool, check_loc
 from memsaver.memory import host_memory
 from memsaver.system.devices import Impl
+from memsaver.types import check_choice
 
 
 class HostTransfer:
@@ -72,8 +73,7 @@ class HostCacheConfig:
         for name in ("ratio", "size_bytes"):
             size = getattr(self, name)
             check_option(self, name, size is None or size > 0, "must be positive")
-        layouts = get_args(Layout)
-        check_option(self, "layout", self.layout in layouts, f"must be one of {', '.join(layouts)}")
+        check_choice("layout", self.layout, Layout)
 
     def pages(self, pool: TokenPool) -> int:
         """Compute the number of host pages for a device pool, at least 1.

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostKVCache, HostTransfer
 from kvcache.tiers.keys import VersionedLRU, page_hashes
 from memsaver.errors import BackendError
+from memsaver.types import check_choice
 
 _log = logging.getLogger("kvcache")
 
@@ -217,9 +218,7 @@ class TieredPrefixCache(RadixCache):
         eviction_policy: EvictionPolicy = "lru",
         version: int = 0,
     ) -> None:
-        policies = get_args(WritePolicy)
-        if write_policy not in policies:
-            raise ValueError(f"write_policy={write_policy!r} must be one of {', '.join(policies)}")
+        check_choice("write_policy", write_policy, WritePolicy)
         super().__init__(allocator, eviction_policy, version)
         self.write_policy = write_policy
         self.lower = LowerTiers(host, disk, version)

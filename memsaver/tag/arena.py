@@ -21,7 +21,7 @@ import gc
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +34,6 @@ from memsaver.system.interrupts import Finalizer, held
 from memsaver.tag.tickets import AliasedPages
 from memsaver.types import Content
 
-CONTENTS: tuple[Content, ...] = get_args(Content)
 _NEXT = {
     ("active", "freeze"): "frozen",
     ("frozen", "thaw"): "active",

@@ -7,9 +7,9 @@ from memsaver.memory.backend import Backend
 from memsaver.memory.page_pool import PagePool
 from memsaver.memory.torch_allocator import TorchUse
 from memsaver.report import PAGE_POOL, Report, TagReport, Usage
-from memsaver.tag.arena import CONTENTS, Arena
+from memsaver.tag.arena import Arena
 from memsaver.tag.saving import live_ranges
-from memsaver.types import Content
+from memsaver.types import Content, check_choice
 
 
 class Tags:
@@ -68,8 +68,8 @@ class Tags:
 
 
 def check_content(content: Content | None) -> None:
-    if content is not None and content not in CONTENTS:
-        raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
+    if content is not None:
+        check_choice("content", content, Content)
 
 
 class Accounts:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import torch
 
@@ -22,9 +22,8 @@ from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.refill import Refill, Swap
 from memsaver.tag.saving import Saving
 from memsaver.tag.tickets import AliasedPages, Peers, PoolTicket, Ticket
-from memsaver.types import Content, Release
+from memsaver.types import Content, Release, check_choice
 
-RELEASES: tuple[Release, ...] = get_args(Release)
 LEASE_GRACE_SECONDS = 1.0
 
 _log = logging.getLogger("memsaver")
@@ -54,8 +53,7 @@ class Transactions:
     # ---------------------------------------------------------------- pause
 
     def check_release(self, release: Release, to: PoolTicket | None) -> None:
-        if release not in RELEASES:
-            raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
+        check_choice("release", release, Release)
         if (release == "hand_over") != (to is not None):
             raise ValueError("release='hand_over' and to=other.pool_ticket() go together")
         if to is not None and to.device_key != self._backend.device_key:

@@ -15,10 +15,11 @@ from kvcache import KVPool
 from memsaver import MemorySaver, Release, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.system.interrupts import held
+from memsaver.types import check_choice
 from rollout.config import EngineConfig
 from rollout.engine.cache_memory import CacheMemory
 from rollout.engine.checks import check_options, context_len, probe
-from rollout.engine.engine_base import EngineBase, InFlight, Unfinished, check_in_flight
+from rollout.engine.engine_base import EngineBase, InFlight, Unfinished
 from rollout.engine.step_decisions import StepDecisions
 from rollout.engine.stepping import SteppedEngine
 from rollout.engine.token_steps import TokenSteps
@@ -214,7 +215,7 @@ class Engine(EngineBase, SteppedEngine):
             ValueError: The directory describes another model, which changes nothing and names the
                 keys; or its weights do not fit.
         """
-        check_in_flight(in_flight)
+        check_choice("in_flight", in_flight, InFlight)
         self._settle("load weights", in_flight)
         model = load_model_config(path)
         model = model.with_fp32_routers() if self.config.fp32_router else model
@@ -412,7 +413,7 @@ class Engine(EngineBase, SteppedEngine):
                 empty.
             OutOfMemory: There is no room for shadow pages.
         """
-        check_in_flight(in_flight)
+        check_choice("in_flight", in_flight, InFlight)
         if not shadow:
             self._settle("begin a weight update", in_flight)
         offer = self._update.begin(version, shadow, names)

@@ -4,7 +4,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
 from memsaver.system.torch_defaults import with_torch_defaults
+from memsaver.types import check_choice
 from rollout.engine.step_decisions import StepDecisions
 from rollout.parallel import TensorParallel
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
@@ -53,14 +54,7 @@ def check_sleep(level: int, unfinished: str) -> None:
         raise ValueError(
             f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
         )
-    if unfinished not in (words := get_args(Unfinished)):
-        raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(words)}")
-
-
-def check_in_flight(in_flight: str) -> None:
-    """Raise a ValueError unless an update knows the word for running requests."""
-    if in_flight not in (words := get_args(InFlight)):
-        raise ValueError(f"in_flight={in_flight!r} must be one of {', '.join(words)}")
+    check_choice("unfinished", unfinished, Unfinished)
 
 
 @contextlib.contextmanager

@@ -240,9 +240,9 @@ def test_log_probabilities_that_cannot_be_corrected_are_refused(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"level": "word"}, "level='word': use token, sequence, geometric"),
-        ({"how": "clip"}, "how='clip': use truncate, mask"),
-        ({"reject": "sum_k1"}, "reject='sum_k1': use mean_k1"),
+        ({"level": "word"}, "level='word': use one of token, sequence, geometric"),
+        ({"how": "clip"}, "how='clip': use one of truncate, mask"),
+        ({"reject": "sum_k1"}, "reject='sum_k1': use one of mean_k1"),
         ({"high": 0.0}, "high=0.0: must be positive and finite"),
         ({"high": math.nan}, "high=nan: must be positive"),
         ({"how": "mask", "low": 2.0}, r"low=2.0: must be in \[0, high\), with high=2.0"),
