@@ -18,6 +18,7 @@ from memsaver.compat.savers import Savers
 from memsaver.memory.torch_allocator import check_capture
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
+from memsaver.system.replaced import having
 
 __all__ = ["CuMemAllocator", "cumem_available"]
 
@@ -61,7 +62,7 @@ class CuMemAllocator:
         """Place this thread's allocations on a tag; sleeping memory of the tag stays asleep."""
         chosen = self.default_tag if tag is None else tag
         saver = self._savers.current()
-        with saver.region(_awake(saver, chosen)), self._current(chosen):
+        with saver.region(_awake(saver, chosen)), having(self, current_tag=chosen):
             yield
 
     @contextlib.contextmanager
@@ -82,16 +83,8 @@ class CuMemAllocator:
             self._graph_pools[key] = saver.mem_pool(tag)
         # Creates cuBLAS's workspace, which torch keeps forever, outside of the tag.
         torch.cuda.current_blas_handle()
-        with self._current(_GRAPHS):
+        with having(self, current_tag=_GRAPHS):
             yield self._graph_pools[key].id
-
-    @contextlib.contextmanager
-    def _current(self, tag: str) -> Iterator[None]:
-        before, self.current_tag = self.current_tag, tag
-        try:
-            yield
-        finally:
-            self.current_tag = before
 
     def sleep(
         self,

@@ -1,4 +1,4 @@
-"""Functions of a module that are replaced for a while, to watch what calls them."""
+"""Attributes of objects, and functions of a module, that are replaced for a while."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,14 +7,24 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+def having(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside the block, and restore them after it."""
+    usual = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in usual.items():
+            setattr(target, name, value)
+
+
+def replaced(
+    module: Any, **functions: Callable[..., Any]
+) -> contextlib.AbstractContextManager[None]:
     """Replace functions of a module inside the block; each gets the usual one before its arguments.
 
     Other threads that call the module meanwhile also call the new functions.
     """
-    usual = {name: vars(module)[name] for name in functions}
-    vars(module).update({name: partial(new, usual[name]) for name, new in functions.items()})
-    try:
-        yield
-    finally:
-        vars(module).update(usual)
+    new = {name: partial(call, getattr(module, name)) for name, call in functions.items()}
+    return having(module, **new)

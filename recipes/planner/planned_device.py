@@ -16,10 +16,10 @@ Private names of torch, the same from 2.11 to 2.15:
 * `OpOverload._schema` describes the arguments and results of an operation.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
 
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver.memory import CachingAllocator
 from memsaver.ops.layout import round_up
+from memsaver.system.replaced import having
 from trainer_bridge.models import packed_attention
 
 PAGE = 2 << 20
@@ -156,14 +157,9 @@ class PlannedDevice(TorchDispatchMode):
         self.allocator = CachingAllocator()
         self._held.clear()
 
-    @contextlib.contextmanager
-    def placing(self, tag: CachingAllocator) -> Iterator[None]:
+    def placing(self, tag: CachingAllocator) -> AbstractContextManager[None]:
         """Place allocations inside the block on a tag."""
-        before, self._tag = self._tag, tag
-        try:
-            yield
-        finally:
-            self._tag = before
+        return having(self, _tag=tag)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
+from memsaver.system.replaced import having
 from rollout.engine.engine_base import SaverSide
 from rollout.engine.step_decisions import StepDecision, StepDecisions
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
@@ -275,11 +276,8 @@ class SteppedEngine(SaverSide):
     @contextlib.contextmanager
     def _stepping(self, call: str) -> Iterator[None]:
         self._require_own_steps(call)
-        self._stepped_by = call
-        try:
+        with having(self, _stepped_by=call):
             yield
-        finally:
-            self._stepped_by = ""
 
     def _require_own_steps(self, call: str) -> None:
         """Raise a StateError in a step or a call of `generate`, or beside a loop of the engine."""

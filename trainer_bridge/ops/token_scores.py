@@ -7,8 +7,7 @@ slices are only as large as the hidden states.
 Log-probabilities have the bits of `rollout.ops.log_softmax`, whatever the slices.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from memsaver.system.devices import Impl, use_triton
+from memsaver.system.replaced import having
 from rollout.ops.log_softmax import (
     BLOCK,
     BLOCK_WARPS,
@@ -366,21 +366,16 @@ class ScoringHead(nn.Linear):
         self.register_parameter("bias", None)
         self._asked: tuple[Tensor, Tensor, float, bool] | None = None
 
-    @contextlib.contextmanager
     def scoring(
         self, at: Tensor, target: Tensor, temperature: float, entropy_grad: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Compute token scores inside the block, from hidden states [B, L, H].
 
         The model then returns fp32 [2, N] in place of logits: log-probabilities and entropies of
         tokens `target`, int64 [N]. `at`, int64 [N], has the positions in B * L that predict the
         tokens. The entropies have a gradient if `entropy_grad` is true.
         """
-        self._asked = at, target, temperature, entropy_grad
-        try:
-            yield
-        finally:
-            self._asked = None
+        return having(self, _asked=(at, target, temperature, entropy_grad))
 
     def forward(self, x: Tensor) -> Tensor:
         if self._asked is None:

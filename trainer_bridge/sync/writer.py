@@ -3,10 +3,10 @@
 Weights that are computed from shards (merged adapters) are written in bounded memory.
 """
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from memsaver.ops.rows import RowCopies, Rows, box_rows
+from memsaver.system.replaced import having
 from trainer_bridge.errors import listed
 from trainer_bridge.fsdp_internals import local_tensor
 from trainer_bridge.sync.plan import Copy, SyncPlan
@@ -145,17 +146,11 @@ class LowRank:
         return torch.stack([(moved * move).sum(), move.square().sum()])
 
 
-@contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
+def _full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Compute fp32 products in full precision, even if the program allows tf32 or bf16."""
     backends: Any = torch.backends  # its types lack mkldnn.matmul
     products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
+    return having(products, fp32_precision="ieee")
 
 
 def scratch_for(bases: Iterable[Tensor], device: torch.device) -> Tensor:
