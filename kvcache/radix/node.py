@@ -4,8 +4,6 @@ A run stores token ids as int32 bytes. One memcmp per node compares runs at memo
 Python object or numpy call per token or page.
 """
 
-from __future__ import annotations
-
 import heapq
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -150,13 +148,15 @@ class RadixNode(NodeUsage):
     A root has no tokens and is never locked. Roots and evicted nodes have no parent.
     """
 
-    generation: Generation  # trees of the node's weight version
+    generation: "Generation"  # trees of the node's weight version
     run: bytes  # token ids as int32
     pages: Int64Array  # replaced but never written to, so that a match may keep the array
-    parent: RadixNode | None
+    parent: "RadixNode | None"
     extra_key: Hashable = None  # namespace of a root
     is_root: bool = False
-    children: dict[bytes, RadixNode] = field(default_factory=dict)  # by the run of their first page
+    children: "dict[bytes, RadixNode]" = field(
+        default_factory=dict
+    )  # by the run of their first page
     lock_ref: int = 0  # locks on this node or its descendants: own_lock_ref plus the children's
     own_lock_ref: int = 0  # locks on this node
     state: int = 0  # slot of a Mamba state; 0 without one
@@ -176,7 +176,7 @@ class RadixNode(NodeUsage):
         assert self.state_usage is not None
         return self.state_usage
 
-    def path(self) -> Iterator[RadixNode]:
+    def path(self) -> "Iterator[RadixNode]":
         """Yield this node and its ancestors, without the root."""
         node: RadixNode | None = self
         while node is not None and not node.is_root:

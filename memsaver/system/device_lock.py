@@ -6,8 +6,6 @@ only if they see the same folder (``XDG_RUNTIME_DIR``, else the temporary folder
 cache): another container, or another value of these variables, means another lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -78,7 +76,7 @@ class DeviceLock:
         self._fd = -1
         _locks.add(self)
 
-    def __enter__(self) -> DeviceLock:
+    def __enter__(self) -> "DeviceLock":
         deadline = time.monotonic() + self._timeout
         if not self._threads.acquire(timeout=self._timeout):
             raise self._timed_out(f"thread {self._thread!r} of this process")

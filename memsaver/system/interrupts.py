@@ -15,8 +15,6 @@ in C, and its call is made where signals wait: immediately, or, if an interrupt 
 another object dies or ``call_due`` is called.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -44,12 +42,12 @@ _main = threading.main_thread().ident
 _depth = 0  # nesting of ``held``
 # ``Unbroken`` contexts that it has entered and no thread has left: gates stay while there are any
 _open: set[weakref.ref[Any]] = set()
-_noted: deque[tuple[_Gate, int]] = deque()
-_gates: dict[int, _Gate] = {}  # the newest gate of each signal
-_chains: list[list[_Gate]] = []  # the gates passed by each signal whose handler is running
+_noted: "deque[tuple[_Gate, int]]" = deque()
+_gates: "dict[int, _Gate]" = {}  # the newest gate of each signal
+_chains: "list[list[_Gate]]" = []  # the gates passed by each signal whose handler is running
 # Dead references whose finalizers are due, and every finalizer by the id of its reference.
 _due: deque[weakref.ref[Any]] = deque()
-_calls: dict[int, Finalizer] = {}
+_calls: "dict[int, Finalizer]" = {}
 
 
 class held(contextlib.ContextDecorator):
@@ -156,7 +154,7 @@ class _Gate:
             own = by_handler and getsignal(number) == self.handler
             self.let_through(number, frame, [self] if own else [])
 
-    def let_through(self, number: int, frame: FrameType | None, chain: list[_Gate]) -> None:
+    def let_through(self, number: int, frame: FrameType | None, chain: "list[_Gate]") -> None:
         """Call the handler of a signal that has passed the gates of ``chain``."""
         # a handler that saved its own gate as its predecessor would call itself: call the older one
         handler = (self.handler, self._before, None)[min(chain.count(self), 2)]

@@ -1,7 +1,5 @@
 """Worker processes that call reward functions; they are replaced when a call hangs or crashes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -61,23 +59,23 @@ class Part:
     places: Sequence[int]
     answers: Sequence[Answer]
 
-    def keyed(self, scores: Sequence[Score]) -> Scores:
+    def keyed(self, scores: Sequence[Score]) -> "Scores":
         """Return the scores of the first answers by function and place."""
         return {(self.function, p): score for p, score in zip(self.places, scores, strict=False)}
 
-    def __getitem__(self, chosen: slice) -> Part:
+    def __getitem__(self, chosen: slice) -> "Part":
         return Part(self.function, self.places[chosen], self.answers[chosen])
 
-    def units(self, kind: Kind) -> Iterator[Part]:
+    def units(self, kind: Kind) -> "Iterator[Part]":
         """Divide the answers into the smallest parts that a function of this kind is called for."""
         return self.in_groups(len(self.answers)) if kind == "groups" else self.pieces(1)
 
-    def pieces(self, size: int) -> Iterator[Part]:
+    def pieces(self, size: int) -> "Iterator[Part]":
         """Divide the answers into parts of at most `size`."""
         for begin in range(0, len(self.answers), size):
             yield self[begin : begin + size]
 
-    def in_groups(self, number: int) -> Iterator[Part]:
+    def in_groups(self, number: int) -> "Iterator[Part]":
         """Divide the answers into about `number` parts; those to one prompt stay together."""
         answers, size, begin = self.answers, -(-len(self.answers) // max(1, number)), 0
         while begin < len(answers):

@@ -1,7 +1,5 @@
 """Prompts as token ids: chat templates, system turns, and the tokens that begin a plain text."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
@@ -49,7 +47,7 @@ class PromptFormat:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     started: datetime | None = None
 
-    def encode(self, problems: Sequence[Problem]) -> list[array[int]]:
+    def encode(self, problems: Sequence[Problem]) -> "list[array[int]]":
         """Return the token ids of each problem's prompt.
 
         Raises:

@@ -1,7 +1,5 @@
 """Problems and tasks: what sources of problems build."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -36,7 +34,7 @@ class Problem:
     answer: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    prompt_ids: array[int] = field(default_factory=partial(array, "i"), compare=False, repr=False)
+    prompt_ids: "array[int]" = field(default_factory=partial(array, "i"), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) and not (
@@ -116,7 +114,7 @@ class Task:
         left_out = [f"left out: {', '.join(self.left_out)}"] * bool(self.left_out)
         return f"{self.name} ({'; '.join([', '.join(sides), *left_out])})"
 
-    def keeping(self, keeps: Callable[[Problem], bool], why: str, held_out: bool = True) -> Task:
+    def keeping(self, keeps: Callable[[Problem], bool], why: str, held_out: bool = True) -> "Task":
         """Return the set with the problems that `keeps` accepts; note the others with the reason.
 
         `keeps` is called for the held-out problems first. Without `held_out`, all of them remain.
@@ -162,12 +160,12 @@ class Tasks:
         for task in self.all:
             yield from task.problems()
 
-    def mapped(self, change: Callable[[Task], Task]) -> Tasks:
+    def mapped(self, change: Callable[[Task], Task]) -> "Tasks":
         """Return the sets that `change` makes of each set."""
         trained, evaluated = (tuple(map(change, sets)) for sets in (self.trained, self.evaluated))
         return Tasks(trained=trained, evaluated=evaluated)
 
-    def separated(self, identity: Callable[[Problem], Hashable], what: str) -> Tasks:
+    def separated(self, identity: Callable[[Problem], Hashable], what: str) -> "Tasks":
         """Return the sets with each prompt on one side: evaluated prompts are not trained on.
 
         Problems of equal `identity` have the same prompt. Of several spellings in one set, the

@@ -1,7 +1,5 @@
 """The decoder: model and MLP configuration, parameters of each rank, and the forward pass."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -57,7 +55,7 @@ class MLPConfig(ABC):
         experts, and `size / experts` ranks share each part.
         """
 
-    def of_rank(self, rank: int, size: int, experts: int) -> MLPConfig:
+    def of_rank(self, rank: int, size: int, experts: int) -> "MLPConfig":
         """Return the MLP of one rank; `size` and `experts` as in `splits`."""
         return self
 
@@ -174,11 +172,11 @@ class ExpertsConfig(MLPConfig):
             **shared_inner(f"mlp.{self.shared_name}"),
         }
 
-    def of_rank(self, rank: int, size: int, experts: int) -> ExpertsConfig:
+    def of_rank(self, rank: int, size: int, experts: int) -> "ExpertsConfig":
         number = rank // (size // experts)
         return replace(self, first=held(self.experts, experts, number)[0])
 
-    def build(self, store: WeightStore, name: str) -> Experts:
+    def build(self, store: WeightStore, name: str) -> "Experts":
         return Experts(self, store, name)
 
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
@@ -264,7 +262,7 @@ class ModelConfig:
         """Return whether all layers have plain grouped-query attention."""
         return all(mixer.plain for mixer in self.mixers)
 
-    def with_fp32_routers(self) -> ModelConfig:
+    def with_fp32_routers(self) -> "ModelConfig":
         """Return this model with router products and expert weights in fp32."""
         mlps = list(self.mlps)
         for layer, mlp in enumerate(mlps):

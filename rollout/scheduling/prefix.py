@@ -1,7 +1,5 @@
 """Block managers with a prefix cache over the same pages, and KV pools that grow and shrink."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -217,7 +215,7 @@ class PrefixBlocks:
         self.cache.inc_lock_ref(match.node)
         self._held[handle] = _Held(match.node, match.length, self.cache.version)
 
-    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
+    def _insert(self, handle: ReqHandle, tokens: "array[int]", version: int) -> None:
         assert isinstance(self.cache, RadixCache)
         size = self.cache.page_size
         pages = self.blocks.pages(handle)[: len(tokens) // size]
@@ -292,7 +290,7 @@ class StatePrefixBlocks(PrefixBlocks):
             "states are held by neither a request nor the cache"
         )
 
-    def _wanted(self, own: int, ids: array[int]) -> bool:
+    def _wanted(self, own: int, ids: "array[int]") -> bool:
         """Return whether the states after `ids` are missing in the cache and can be added.
 
         They can be added if the cache has the pages of all tokens, or only the pages of the first
@@ -320,7 +318,7 @@ class StatePrefixBlocks(PrefixBlocks):
         super()._begin(handle, match)
         self._held[handle] = replace(self._held[handle], branch=match.paged)
 
-    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
+    def _insert(self, handle: ReqHandle, tokens: "array[int]", version: int) -> None:
         """Cache nothing when a sequence ends."""
 
 

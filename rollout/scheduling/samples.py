@@ -1,7 +1,5 @@
 """The scheduler's objects: samples, beam groups, chunks, steps and statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,7 +40,7 @@ class SampleRouting:
             self.parts.append(new)
             self.end += len(new)
 
-    def copy(self) -> SampleRouting:
+    def copy(self) -> "SampleRouting":
         return SampleRouting(self.start, self.end, list(self.parts))
 
     def joined(self) -> RoutedExperts | None:
@@ -56,7 +54,7 @@ class NewTokens(Protocol):
     seen: Int64Array  # number of tokens that the host knows, of prompt and answer together
     length: Int64Array  # the same with tokens that steps under way choose
 
-    def hand_over(self, sample: Sample) -> None:
+    def hand_over(self, sample: "Sample") -> None:
         """Move the new tokens of a sample to its lists."""
 
 
@@ -75,7 +73,7 @@ class Sample:
     seed: int
     stop_ids: frozenset[int]  # token ids that end the sample
     # Samples that wait for this sample's prefill, and then fork from it.
-    siblings: list[Sample] = field(default_factory=list)
+    siblings: "list[Sample]" = field(default_factory=list)
     stream: bool = False  # whether tokens are told before the sample's end
     told: int = 0  # number of tokens that `news` has returned
     finish_reason: FinishReason | None = None  # None while the sample is unfinished
@@ -84,7 +82,7 @@ class Sample:
     rows: NewTokens | None = None  # None while the sample waits
     computed: int = 0  # number of leading tokens whose keys and values are cached
     prefill_len: int = 0  # number of tokens to compute in chunks before decode starts
-    beams: BeamGroup | None = None  # the search of which this sample is a branch
+    beams: "BeamGroup | None" = None  # the search of which this sample is a branch
     score: float | None = None  # rank value of a beam search's finished answer
     swapped: Swapped | None = None  # keys and values on the host, while the sample waits for pages
     remote: bool = False  # whether another engine computes the prompt (`rollout.split`)
@@ -193,7 +191,7 @@ class BeamGroup:
     members: list[Sample]
 
     @classmethod
-    def of(cls, members: list[Sample]) -> BeamGroup:
+    def of(cls, members: list[Sample]) -> "BeamGroup":
         """Start a beam search over new samples of one prompt."""
         group = cls(BeamSearch(members[0].params, members[0].stop_ids), members)
         for member in members:
