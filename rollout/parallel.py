@@ -214,11 +214,7 @@ class TensorParallel:
         """Raise a RankError if another rank has posted that it failed or gave up waiting."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         if any(self._store.check([self._key(rank)]) for rank in peers):
-            self.failure = (
-                f"tensor-parallel rank {self.rank} of {self.size} cannot continue alone: "
-                f"{self._peer_states()}; restart all ranks"
-            )
-            raise RankError(self.failure)
+            raise self._left("cannot continue alone")
 
     def fail(self, error: BaseException) -> None:
         """Record that this rank failed, and post it for the other ranks, which will wait for it."""
@@ -235,11 +231,13 @@ class TensorParallel:
             if _capturing():
                 raise
             self._post(f"waited in stage {stage!r}")
-            self.failure = (
-                f"tensor-parallel rank {self.rank} of {self.size} gave up waiting in stage "
-                f"{stage!r}: {self._peer_states()}; restart all ranks"
-            )
-            raise RankError(self.failure) from error
+            raise self._left(f"gave up waiting in stage {stage!r}") from error
+
+    def _left(self, why: str) -> RankError:
+        """Record that this rank goes on no longer, and return the error."""
+        place, states = f"rank {self.rank} of {self.size}", self._peer_states()
+        self.failure = f"tensor-parallel {place} {why}: {states}; restart all ranks"
+        return RankError(self.failure)
 
     def _post(self, text: str) -> None:
         try:

@@ -47,6 +47,8 @@ PIECE = 64 << 20
 Transfer = tuple[int, int, int]
 """(to, from, nbytes)"""
 
+Context = contextlib.AbstractContextManager[None]
+
 
 def pieces_of(transfers: Iterable[Transfer], size: int) -> Iterator[Transfer]:
     """Cut transfers into pieces of at most `size` bytes."""
@@ -219,7 +221,7 @@ class Backend(ABC):
     def bind_thread(self) -> None:
         """Prepare a worker thread for calls of this backend."""
 
-    def allow_captures(self) -> contextlib.AbstractContextManager[None]:
+    def allow_captures(self) -> Context:
         """Return a context in which this thread's calls do not break another thread's capture."""
         return contextlib.nullcontext()
 
@@ -259,9 +261,7 @@ class Backend(ABC):
         return dlpack_tensor(address, nbytes, self.device, keeper)
 
     @abstractmethod
-    def allocate_from(
-        self, slot: int, make_room: Callable[[int], bool]
-    ) -> contextlib.AbstractContextManager[None]:
+    def allocate_from(self, slot: int, make_room: Callable[[int], bool]) -> Context:
         """Send this thread's torch allocations to the arena of ``slot``.
 
         A backend that supports it calls ``make_room``, a saver's method, with the slot after an

@@ -13,7 +13,7 @@ import torch
 from cuda.bindings import driver
 
 from memsaver.errors import BackendError
-from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable, pieces_of
+from memsaver.memory.backend import PIECE, Backend, Context, Transfer, Waitable, pieces_of
 from memsaver.memory.torch_allocator import outside_tags, releasable
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
@@ -94,7 +94,7 @@ def _take_stream(index: int) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(int(handle), index)
 
 
-def _with_context() -> contextlib.AbstractContextManager[None]:
+def _with_context() -> Context:
     """Set this thread's context, which it lacks before its first call, and allow captures."""
     torch.cuda.set_device(torch.cuda.current_device())
     return _allow_captures()
@@ -179,7 +179,7 @@ class CudaBackend(Backend):
         torch.cuda.set_device(self.device)
         _relax_captures()
 
-    def allow_captures(self) -> contextlib.AbstractContextManager[None]:
+    def allow_captures(self) -> Context:
         return _allow_captures()
 
     def synchronize(self, copies: bool = True) -> None:
@@ -192,9 +192,7 @@ class CudaBackend(Backend):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def allocate_from(
-        self, slot: int, make_room: Callable[[int], bool]
-    ) -> contextlib.AbstractContextManager[None]:
+    def allocate_from(self, slot: int, make_room: Callable[[int], bool]) -> Context:
         """Send this thread's torch allocations to an arena.
 
         ``make_room`` is never called, because torch holds the lock of its cache while it allocates.

@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 
 from memsaver.errors import BackendError
-from memsaver.memory.backend import Backend, Transfer, pieces_of
+from memsaver.memory.backend import Backend, Context, Transfer, pieces_of
 from memsaver.native import build, shim
 from memsaver.native.shim import Operation
 from memsaver.system.host_memory import available_memory
@@ -105,9 +105,7 @@ class HostBackend(Backend):
                     f"releasing addresses failed: {self.error_name(ctypes.get_errno())}"
                 )
 
-    def allocate_from(
-        self, slot: int, make_room: Callable[[int], bool]
-    ) -> contextlib.AbstractContextManager[None]:
+    def allocate_from(self, slot: int, make_room: Callable[[int], bool]) -> Context:
         _rooms[slot] = weakref.WeakMethod(make_room)
         return _allocate_from(slot)
 
