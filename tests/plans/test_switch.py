@@ -261,8 +261,12 @@ def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
             assert made.reasons["resident"].endswith(f"there is no plan: {why}")
 
 
-def test_run_with_hosted_engine_is_planned_with_its_measurement(tmp_path: Path) -> None:
+def test_run_with_hosted_engine_is_planned_with_its_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Plan with two measurements, of which the larger leaves no room for the moments."""
+    here = "recipes.planner.decide.call_in_child"  # A child takes seconds for its imports.
+    monkeypatch.setattr(here, lambda function, *given, **how: function(*given))
     words = [*FEW[1:], "engine.kind=vllm"]
     resident = []
     for outside in (2 * GIB, 12 * GIB):
