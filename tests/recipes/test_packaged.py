@@ -139,6 +139,7 @@ def test_kv_pool_holds_all_requests_that_run_together(
 
     for user in ("preparation", "model_decisions"):
         monkeypatch.setattr(f"recipes.setup.{user}.load_model_config", load_once)
+    monkeypatch.setattr("recipes.setup.preparation.count_operations", lambda *_: None)  # unused
     for name, recipe in all_recipes.items():
         if recipe.task.data is not None:  # on the Hub
             recipe = dataclasses.replace(recipe, task=dataclasses.replace(recipe.task, **local))
