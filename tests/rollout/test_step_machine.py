@@ -171,5 +171,5 @@ class StepMachine(RuleBasedStateMachine):
             assert chosen(self.seeds[version], (*prompt, *tokens[:at])) == token
 
 
-StepMachine.TestCase.settings = settings(max_examples=rounds(50, 500), stateful_step_count=40)
+StepMachine.TestCase.settings = settings(max_examples=rounds(32, 500), stateful_step_count=40)
 TestSteps = pytest.mark.soak(StepMachine.TestCase)
