@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
+from recipes.logs.monitor import Monitor
 from tests.helpers.docs.pages import ROOT, typed
 from tests.helpers.recipes.models import save_byte_model
 
@@ -31,6 +32,7 @@ def test_commands_of_train_page_lead_from_an_empty_folder_to_an_answer_of_the_ex
     for file in (ROOT / "examples" / "train").iterdir():
         if file.is_file():
             shutil.copy(file, work)
+    monkeypatch.setattr(Monitor, "write_pictures", lambda monitor: None)  # as a report does
     model = save_byte_model(tmp_path / "model")
     lines = typed(PAGE)
     assert lines[0] == "python make_data.py" and FULL_RUN in lines and FETCH in lines

@@ -208,6 +208,21 @@ def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> 
     )
 
 
+def test_remedy_of_an_unstaged_wake_up_is_a_smaller_pool_which_fits() -> None:
+    """Wake the whole engine before a sync that a staged wake-up leaves room for."""
+    words = ["device=auto", "model.config.hidden_size=2048", "model.config.vocab_size=150000"]
+    words += ["engine.kv_tokens=null", "cycle.overlap=[]", "engine.mem_fraction_static="]
+
+    def planned(fraction: str, staged: bool) -> MemoryPlan:
+        recipe = recipes.load("tiny", [*words[:-1], words[-1] + fraction])
+        return plan_of(recipe, "tiny", gpu=str(20 * GIB), staged=staged)
+
+    assert planned("0.86", staged=True).fits
+    (need,) = planned("0.86", staged=False).needs
+    remedy = re.search(r"short of .*; set engine\.mem_fraction_static=([\d.]+), or", need)
+    assert remedy is not None and planned(remedy[1], staged=False).fits, need
+
+
 def test_plan_reports_the_faults_that_a_run_is_refused_for(tmp_path: Path) -> None:
     """Plan and prepare with a pool, and with a context, that are too small for a request."""
     words = ["cycle.overlap=[]", "engine.kv_tokens=16", "sampling.max_tokens=20"]

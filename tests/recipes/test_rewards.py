@@ -28,7 +28,7 @@ from recipes.tasks.scoring import open_rewards, to_answer
 from tests.helpers.dying_actors import wait_gone
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.reward_functions import FAULTS, Judge
-from tests.helpers.recipes.tiny_runs import SMALL, rows, same_rows
+from tests.helpers.recipes.tiny_runs import SMALL, rows
 
 MODULE = "tests.helpers.recipes.reward_functions"
 OTHERS = Path(__file__).parents[2] / ".venv" / "others"
@@ -187,7 +187,7 @@ def test_callable_that_a_worker_cannot_get_is_refused() -> None:
 @pytest.fixture(scope="module")
 def faulty() -> dict[str, list[Scored]]:
     """Score the same answers by every function in one step, and return the scores by function."""
-    with Rewards({name: of(name) for name in FAULTS}, timeout=1, workers=2) as rewards:
+    with Rewards({name: of(name) for name in FAULTS}, timeout=1, workers=4) as rewards:
         asked = [Answer(**{**vars(answer), "set": name}) for name in FAULTS for answer in NUMBERED]
         scores = rewards.score(asked)
     size = len(NUMBERED)
@@ -472,19 +472,15 @@ def test_wrong_function_is_refused_before_anything_is_written(
     assert line.count("\n") == 1 and not (own_module / "run").exists()
 
 
-def test_run_goes_on_when_answers_of_each_step_fail_and_resumes_with_the_same_rows(
+def test_run_goes_on_when_answers_of_each_step_fail(
     own_module: Path, capsys: pytest.CaptureFixture[str], no_pictures: None
 ) -> None:
     """Let functions raise nothing, but end their process or return NaN, text or None."""
     words = ["task.rewards=[own_rewards:shaped]", "task.workers=1", "eval.every=0", *SMALL[:2]]
-    folder = own_module / "run"
-    assert main(["run", "tiny", *words, "steps=2", "--run-dir", str(own_module / "straight")]) == 0
+    assert main(["run", "tiny", *words, "steps=2", "--run-dir", str(own_module / "run")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    straight = rows(own_module / "straight", "train")
-    assert len(straight) == 2 and sum(row["faults"] for row in straight) >= 4
-    assert sum(row["unscored"] - row["faults"] for row in straight) >= 1  # None
+    train = rows(own_module / "run", "train")
+    assert len(train) == 2 and sum(row["faults"] for row in train) >= 4
+    assert sum(row["unscored"] - row["faults"] for row in train) >= 1  # None
     noted = re.findall(r"no reward: own_rewards:shaped: (ended|returned)", out)
-    assert len(noted) == sum(row["faults"] > 0 for row in straight)
-    assert main(["run", "tiny", *words, "steps=1", "--run-dir", str(folder)]) == 0
-    assert main(["run", "--resume", str(folder), "steps=2"]) == 0
-    assert same_rows(folder, own_module / "straight")
+    assert len(noted) == sum(row["faults"] > 0 for row in train)

@@ -16,6 +16,7 @@ from rollout.loop.loop_actor import LoopActor
 from rollout.loop.rank_processes import RankProcesses
 from rollout.process_group import RankAddress
 from tests.helpers.models import save_tiny
+from tests.helpers.peers import server
 
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -68,6 +69,8 @@ def test_ranks_answer_together_and_end_together(tmp_path: Path) -> None:
         ranks.close()
 
 
-def test_error_of_a_rank_at_its_start_is_raised_here() -> None:
+def test_error_of_a_rank_at_its_start_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = "rollout.loop.rank_processes.multiprocessing.get_context"
+    monkeypatch.setattr(context, lambda _: server)  # starts a process without its imports
     with pytest.raises(OSError, match="no model for rank 0"):
         RankProcesses(partial(Rank, ""), 1)
