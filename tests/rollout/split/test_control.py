@@ -106,6 +106,7 @@ def test_ranks_connect_despite_foreign_connections(
         peers.close()
 
 
+@pytest.mark.parametrize("address", ["tcp"], indirect=True)
 def test_connect_times_out_without_peer_or_matching_key_or_greeting(address: str) -> None:
     def refused(meet: Callable[[], RankPeers]) -> None:
         with pytest.raises(TimeoutError, match="met 0 of 1 .* start all, with the same key"):
@@ -163,6 +164,7 @@ def test_peer_that_sends_invalid_message_is_lost(pair: tuple[RankPeers, Far]) ->
     far.close()
 
 
+@pytest.mark.parametrize("address", ["tcp"], indirect=True)
 def test_peer_that_reads_nothing_is_lost_after_timeout(address: str) -> None:
     far = Far(address, KEY, HELLO)
     peers = listen(address, timeout=0.7)
