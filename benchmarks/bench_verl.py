@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -112,6 +111,8 @@ def write_problems(path: Path) -> None:
         }
         for number in range(PROMPTS * 64)
     ]
+    import pandas  # takes 2 s, which no other command needs
+
     pandas.DataFrame(rows).to_parquet(path)
 
 

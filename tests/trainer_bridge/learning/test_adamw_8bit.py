@@ -34,13 +34,17 @@ from trainer_bridge.models.files.moments_8bit import (
 from trainer_bridge.offload import offloaded_bytes
 from trainer_bridge.sync.shards import local_shard
 
-bitsandbytes = pytest.importorskip("bitsandbytes")  # GPU machines may lack it
-kernels = bitsandbytes.functional
 EIGHT: dict[str, Any] = {"optimizer": "adamw_8bit"}
 # Matrices of 128 x 64 and 64 x 64, whose halves begin at a block; those of the MLP, of 101 rows or
 # columns, whose last block and halves are odd; and two that are too small.
 SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 101, "num_hidden_layers": 1}
 Make = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bitsandbytes() -> Any:
+    """Import the library here, which takes 4 s, not in each process that collects this file."""
+    return pytest.importorskip("bitsandbytes")  # GPU machines may lack it
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,7 @@ def draws(trainer: Trainer, steps: int) -> Iterator[dict[str, Tensor]]:
 @pytest.mark.parametrize("chunk", [1024, adamw_8bit.CHUNK])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_updates_equal_those_of_bitsandbytes_own_optimizer(
+    bitsandbytes: Any,
     chunk: int,
     dtype: str,
     device: str,
@@ -274,11 +279,15 @@ def test_checkpoint_of_the_other_optimizer_is_refused_and_changes_nothing(
 
 
 def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
-    path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    make_trainer: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bitsandbytes: Any,
 ) -> None:
     trainer = make_trainer(path, critic=CriticConfig(), **EIGHT)
     trainer.save_checkpoint(str(tmp_path / "step"))
-    before = all_states(trainer)
+    before, kernels = all_states(trainer), bitsandbytes.functional
     update, calls = kernels.optimizer_update_8bit_blockwise, []
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -303,8 +312,10 @@ def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
 
 def in_blocks(values: Tensor, moment: str) -> tuple[Tensor, Tensor]:
     """Quantize the moments of a shard as an update does."""
+    from bitsandbytes.functional import quantize_blockwise
+
     table = torch.tensor(code_tables()[moment])
-    codes, quantized = kernels.quantize_blockwise(values.contiguous(), code=table, blocksize=256)
+    codes, quantized = quantize_blockwise(values.contiguous(), code=table, blocksize=256)
     return codes, quantized.absmax
 
 
