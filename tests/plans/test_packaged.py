@@ -45,11 +45,9 @@ def test_recipe_fits_its_gpus(file: Path) -> None:
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
 
 
-def test_unstaged_wake_up_of_32b_is_out_of_memory_in_the_sync(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unstaged_wake_up_of_32b_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the pool 0.8 of the device; its recipe wakes up in stages, and has 0.9 (above)."""
-    monkeypatch.setattr("recipes.planner.remedies.remedied", lambda plan, *_: plan)  # 2 plans
+    monkeypatch.setattr("recipes.planner.remedies.remedied", lambda plan, *_: plan)
     words = [*LEAST, "trainer.micro_batch_size=1", "engine.mem_fraction_static=0.8"]
     recipe = recipes.load(PLANS / "qwen2.5-32b-8xh100.yaml", words)
     plan = plan_of(recipe, "32b", gpu="h100-80gb:8", staged=False)

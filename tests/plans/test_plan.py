@@ -42,6 +42,9 @@ ONE_KEY_HEAD = {
     "head_dim": 32,
     "linear_num_key_heads": 1,
 }
+# 1.2 GiB of parameters in two layers
+LARGE = ["device=auto", "model.config.hidden_size=2048", "model.config.vocab_size=150000"]
+LARGE.append("trainer.micro_batch_size=1")
 TP = "engine.tensor_parallel_size"
 EIGHT = ["qwen2.5-7b", "cluster.n_gpus_per_node=8"]
 PAIR = ["tiny", "driver=ray", "cluster.n_gpus_per_node=2", f"{TP}=2"]
@@ -110,8 +113,7 @@ def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
 
 def test_plan_counts_copies_of_checkpoints_where_the_host_has_room() -> None:
     """Expect the bytes of masters and moments in fp32."""
-    words = ["device=auto", "model.config.hidden_size=2048", "model.config.vocab_size=150000"]
-    words += ["trainer.micro_batch_size=1", "cycle.resident=auto", "checkpoint.every=0"]
+    words = [*LARGE, "cycle.resident=auto", "checkpoint.every=0"]
     plain, copied, full = (
         plan_of(recipes.load("tiny", [*words, *more]), "copies", gpu=None)
         for more in ([], ["checkpoint.every=1"], ["checkpoint.every=1", "cluster.host_gib=7"])
@@ -209,12 +211,9 @@ def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> 
 
 
 def test_remedy_of_an_unstaged_wake_up_is_a_smaller_pool_which_fits() -> None:
-    """Wake the whole engine before a sync that a staged wake-up leaves room for."""
-    words = ["device=auto", "model.config.hidden_size=2048", "model.config.vocab_size=150000"]
-    words += ["engine.kv_tokens=null", "cycle.overlap=[]", "engine.mem_fraction_static="]
-
     def planned(fraction: str, staged: bool) -> MemoryPlan:
-        recipe = recipes.load("tiny", [*words[:-1], words[-1] + fraction])
+        words = ["engine.kv_tokens=null", "cycle.overlap=[]"]
+        recipe = recipes.load("tiny", [*LARGE, *words, f"engine.mem_fraction_static={fraction}"])
         return plan_of(recipe, "tiny", gpu=str(20 * GIB), staged=staged)
 
     assert planned("0.86", staged=True).fits

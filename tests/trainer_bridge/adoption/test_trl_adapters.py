@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +13,13 @@ from tests.helpers.trainer_bridge.adapters import assert_one_rounding, exact_wei
 from tests.helpers.trainer_bridge.trl_generation import WHEEL, own_sync
 from trainer_bridge.adoption import trl
 
-pytestmark = pytest.mark.skipif(
-    WHEEL.may_skip or not find_spec("peft"), reason="trl or peft is not installed"
-)
+pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def adapted(model: Any, **fields: Any) -> Any:
     """Wrap a model by PEFT, with random factors of every adapter."""
-    import peft  # takes seconds, so not where each process collects this file
-
+    peft = pytest.importorskip("peft")  # takes seconds, which collecting this file must not
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 9, "target_modules": TARGETS, **fields})
     wrapped = peft.get_peft_model(model, config)
     randomize(wrapped)
@@ -118,8 +114,7 @@ def test_adapters_that_are_not_merged_as_products_are_refused(
 
 
 def test_other_kinds_several_active_and_merged_adapters_are_refused(generation: Any) -> None:
-    import peft
-
+    peft = pytest.importorskip("peft")
     base = generation.model
     model = adapted(base)
     model.add_adapter("more", model.peft_config["default"])

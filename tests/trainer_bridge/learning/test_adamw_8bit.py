@@ -279,15 +279,12 @@ def test_checkpoint_of_the_other_optimizer_is_refused_and_changes_nothing(
 
 
 def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
-    path: str,
-    make_trainer: Make,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bitsandbytes: Any,
+    path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kernels = pytest.importorskip("bitsandbytes.functional")
     trainer = make_trainer(path, critic=CriticConfig(), **EIGHT)
     trainer.save_checkpoint(str(tmp_path / "step"))
-    before, kernels = all_states(trainer), bitsandbytes.functional
+    before = all_states(trainer)
     update, calls = kernels.optimizer_update_8bit_blockwise, []
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -312,10 +309,9 @@ def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
 
 def in_blocks(values: Tensor, moment: str) -> tuple[Tensor, Tensor]:
     """Quantize the moments of a shard as an update does."""
-    from bitsandbytes.functional import quantize_blockwise
-
+    kernels = pytest.importorskip("bitsandbytes.functional")
     table = torch.tensor(code_tables()[moment])
-    codes, quantized = quantize_blockwise(values.contiguous(), code=table, blocksize=256)
+    codes, quantized = kernels.quantize_blockwise(values.contiguous(), code=table, blocksize=256)
     return codes, quantized.absmax
 
 

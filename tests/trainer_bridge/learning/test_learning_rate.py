@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # imports its schedulers, which take seconds, where they are named
+import transformers as hf  # imports its schedulers, which take seconds, where they are named
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
@@ -71,17 +71,15 @@ def test_rates_equal_those_of_transformers_schedulers(schedule: Schedule) -> Non
     warmup, updates = schedule.warmup_updates + 1, schedule.updates + 1
     final = schedule.final_rate
     if schedule.kind == "constant":
-        expected = scheduled(
-            lambda o: transformers.get_constant_schedule_with_warmup(o, warmup), updates + 1
-        )
+        expected = scheduled(lambda o: hf.get_constant_schedule_with_warmup(o, warmup), updates + 1)
     elif schedule.kind == "linear":
         whole = scheduled(
-            lambda o: transformers.get_linear_schedule_with_warmup(o, warmup, updates), updates + 1
+            lambda o: hf.get_linear_schedule_with_warmup(o, warmup, updates), updates + 1
         )
         fallen = [final * LARGEST + (1 - final) * rate for rate in whole[warmup:]]
         expected = whole[:warmup] + fallen
     else:
-        cosine = transformers.get_cosine_with_min_lr_schedule_with_warmup
+        cosine = hf.get_cosine_with_min_lr_schedule_with_warmup
         expected = scheduled(lambda o: cosine(o, warmup, updates, min_lr_rate=final), updates + 1)
     assert expected[0] == 0
     assert rates(begun(schedule)) == pytest.approx(expected[1:], rel=0, abs=ROUNDED)
