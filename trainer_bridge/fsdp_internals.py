@@ -120,7 +120,7 @@ def run_alone(model: nn.Module) -> None:
     Nothing is gathered, reduced or kept for parameters in forward's dtype.
     """
     for group in _groups(model):
-        params = [param for param in group.fsdp_params if _is_lone(param)]
+        params = [p for p in group.fsdp_params if p.sharded_param.device_mesh.size() == 1]
         narrowed = [param for param in params if param.param_dtype is not None]
         for param in params:
             if param.param_dtype is None:
@@ -132,10 +132,6 @@ def run_alone(model: nn.Module) -> None:
                 _become_lone(param, copies, part)
         if params:
             group.post_backward = partial(_take_gradients, params, group.post_backward)
-
-
-def _is_lone(param: Any) -> bool:
-    return param.sharded_param.device_mesh.size() == 1
 
 
 def _become_lone(param: Any, copies: _Copies | None, unsharded: Tensor) -> None:

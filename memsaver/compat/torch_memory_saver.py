@@ -17,14 +17,13 @@ import torch
 from memsaver.compat.savers import GraphPools, Handle, Region, Savers, outside
 from memsaver.errors import StateError, TagError
 from memsaver.saver import MemorySaver
-from memsaver.types import Content
+from memsaver.types import Content, check_choice
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
 logger = logging.getLogger("memsaver")
 
 _DEFAULT = "default"
-_CPU_BACKENDS = ("mmap", "pinned")
 _SAVERS = Savers()  # shared by all TorchMemorySaver of the process, as in the library
 
 CpuBackupBackend = Literal["mmap", "pinned"]
@@ -247,11 +246,8 @@ def _content(
         raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other")
     if cpu_backup_backend is not None and not enable_cpu_backup:
         raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
-    if cpu_backup_backend not in (None, *_CPU_BACKENDS):
-        raise ValueError(
-            f"cpu_backup_backend={cpu_backup_backend!r} must be one of "
-            f"{', '.join(map(repr, _CPU_BACKENDS))}"
-        )
+    if cpu_backup_backend is not None:
+        check_choice("cpu_backup_backend", cpu_backup_backend, CpuBackupBackend)
     return "host" if enable_cpu_backup else "disk" if enable_disk_backup else "discard"
 
 

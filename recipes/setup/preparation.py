@@ -221,7 +221,9 @@ def _pool_and_context(
     """Return the tokens of the KV pool and of the model's context; None: unknown."""
     if recipe.engine.hosted:
         config = load_hf_config(model_dir)
-        _check_heads(recipe, config.num_attention_heads)
+        if config.num_attention_heads % (size := recipe.engine.tensor_parallel_size):
+            rule = f"does not divide the model's {config.num_attention_heads} heads"
+            raise refused("engine.tensor_parallel_size", size, rule, 1)
         kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
         return kv_tokens, longest_context(config)
     model = _model_config(recipe, model_dir)
@@ -264,12 +266,6 @@ def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
     for key in ("loop.router_replay", "model.fp32_router"):
         if recipe.value(key) and not model.has_experts:
             raise refused(key, True, "the model has no experts to choose", False)
-
-
-def _check_heads(recipe: Recipe, heads: int) -> None:
-    if heads % (size := recipe.engine.tensor_parallel_size):
-        rule = f"does not divide the model's {heads} heads"
-        raise refused("engine.tensor_parallel_size", size, rule, 1)
 
 
 def check_lora(section: LoraSection, model_dir: Path) -> None:

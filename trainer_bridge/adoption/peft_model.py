@@ -114,12 +114,8 @@ def _adapted_layers(model: nn.Module, active: str) -> Iterator[tuple[str, Any]]:
         assert name is not None
         if (reason := _obstacle(module, active)) is not None:
             raise ValueError(f"{name}: in-place sync cannot merge {reason}; {_REMEDY}")
-        if active in _factors(module):
+        if active in getattr(module, "lora_A", {}):
             yield name, module
-
-
-def _factors(layer: Any) -> Mapping[str, Any]:
-    return getattr(layer, "lora_A", {})
 
 
 def _obstacle(layer: Any, active: str) -> str | None:

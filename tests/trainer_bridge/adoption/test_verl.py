@@ -148,7 +148,7 @@ def check_failures(pair: Pair) -> None:
         pair.sync(0)
     assert_refuses(pair, r"the engine serves .*\[\(None, .*not version 0")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no luck"):
-        patch.setattr("trainer_bridge.sync.weight_sync.Writer.start", fail)
+        patch.setattr("trainer_bridge.sync.writer.Writer.start", fail)
         pair.sync(2)
     assert_refuses(pair, r"\(None, 'paused: kv_cache .*weights undefined: OSError: no luck")
     vars(pair.rollout)["_server"].close()  # a lost connection is opened again
