@@ -2,16 +2,21 @@
 
 `make bench-update`. For each case: milliseconds, trained tokens a second, the share of the limit
 that the operations of the forward and backward pass take (recomputed layers do not count), the
-share of the update in which the device computes, and the launches of a micro batch. The rival is
+share of the update in which the device computes, that in which it communicates (also beside its
+work), and the launches of a micro batch. The rival is
 transformers' model of the same shape with the kernels of liger-kernel, torch's FlashAttention over
 the same sequences packed end to end, and fused AdamW, all in bf16. The limit is what bf16 products
 reach on an H100 or H200. `--kernels N` prints the N kernels that take longest. Without
 liger-kernel, a GPU measures memsaver alone.
+
+Cases of several GPUs run by `torchrun --nproc-per-node N -m benchmarks.bench_update`, sharded by
+FSDP2 on both sides. Figures are then those of the first rank, shares those of all.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +24,8 @@ from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import (
@@ -51,6 +58,7 @@ class Update(NamedTuple):
     recomputed: Any  # see `TrainerConfig.activation_checkpointing`; the rival recomputes layers
     dtype: Any = "float32"  # of our masters and moments
     cuda_graphs: bool = False  # see `TrainerConfig`
+    ranks: int = 1
 
 
 CASES = {
@@ -60,8 +68,14 @@ CASES = {
     "smollm2": Update("smollm2-135m", None, 512, 28, 12, 512, "none", cuda_graphs=True),
     "7b": Update("qwen2.5-7b", None, 64, 128, 512, 16, "layers", "bfloat16"),
     "30b-a3b, 8 layers": Update("qwen3-30b-a3b", 8, 16, 256, 768, 16, "layers", "bfloat16"),
+    "7b, log-normal": Update("qwen2.5-7b", None, 64, 128, None, 16, "layers", "bfloat16", ranks=2),
+    "32b, 24 layers": Update("qwen2.5-32b", 24, 32, 256, 768, 16, "layers", "bfloat16", ranks=2),
+    "30b-a3b, 16 layers": Update(
+        "qwen3-30b-a3b", 16, 32, 256, 768, 16, "layers", "bfloat16", ranks=2
+    ),
 }
-TINY = Update("qwen2.5-0.5b", None, 4, 6, 5, 2, "layers")
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+TINY = Update("qwen2.5-0.5b", None, 4, 6, 5, 2, "layers", ranks=RANKS)
 
 
 def operations(fields: dict[str, Any], update: Update) -> float:
@@ -105,9 +119,12 @@ def transformers_update(scale: Scale, update: Update) -> Iterator[Callable[[], A
     model.train()
     if update.recomputed == "layers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if update.ranks > 1:
+        for unit in (*model.get_decoder().layers, model):
+            fully_shard(unit)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=scale.on_gpu)
     pairs = [*zip(*sequences(update, config.vocab_size), strict=True)]
-    size = update.micro_batch
+    pairs, size = pairs[int(os.environ.get("RANK", 0)) :: update.ranks], update.micro_batch
     parts = [packed(scale, pairs[at : at + size]) for at in range(0, len(pairs), size)]
 
     def step() -> None:
@@ -167,14 +184,16 @@ def measure(scale: Scale, update: Update, side: str, kernels: int) -> dict[str, 
     for kernel in times[:kernels]:
         took_ms = kernel.self_device_time_total / 1e3
         print(f"  {took_ms:9.2f} ms, {kernel.count:6d} x {kernel.key[:100]}")
-    busy = sum(kernel.self_device_time_total for kernel in times) / 1e3
+    moving = [kernel for kernel in times if "nccl" in kernel.key]
+    busy, moved = (sum(k.self_device_time_total for k in part) / 1e3 for part in (times, moving))
     return {
         "ms": took,
         "tokens a second": 1e3 * sum(update.prompt + answer for answer in answers) / took,
-        "of the limit, %": 1e5 * work / took / LIMIT,
-        "device busy, %": 100 * busy / took,
+        "of the limit, %": 1e5 * work / took / LIMIT / update.ranks,
+        "device busy, %": 100 * (busy - moved) / took,
+        "communication, %": 100 * moved / took,
         "launches a micro batch": sum(kernel.count for kernel in times)
-        / -(-update.sequences // update.micro_batch),
+        / -(-update.sequences // (update.ranks * update.micro_batch)),
     }
 
 
@@ -184,7 +203,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
     args = options.parse_args(arguments)
     scale = make_scale(args)
-    cases = {"tiny": TINY} if scale.tiny else {name: CASES[name] for name in args.cases}
+    if RANKS > 1:
+        if scale.on_gpu:
+            torch.cuda.set_device(scale.device)
+        dist.init_process_group(device_id=scale.device if scale.on_gpu else None)
+    cases = {name: CASES[name] for name in args.cases if CASES[name].ranks == RANKS}
+    cases = {"tiny": TINY} if scale.tiny else cases
     if scale.on_gpu and importlib.util.find_spec("liger_kernel") is None:
         print("transformers is left out: liger-kernel is not installed")
         args.sides = [side for side in args.sides if side != "transformers"]
@@ -200,6 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             torch.cuda.empty_cache()
         rows.append([f"{name}, {side}", *figures.values()])
+    if int(os.environ.get("RANK", 0)):
+        return
     head = ["update", *next(iter(results.values()))]
     report("bench_update", head, rows, {"updates": results}, args.out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -310,10 +311,14 @@ def parser(doc: str | None, cases: Iterable[str] = ()) -> argparse.ArgumentParse
 
 
 def make_scale(args: argparse.Namespace) -> Scale:
-    """Choose the GPU, or the CPU for tiny sizes; raise SystemExit if neither is possible."""
+    """Choose the GPU, or the CPU for tiny sizes; raise SystemExit if neither is possible.
+
+    A process of torchrun has a GPU of its own.
+    """
     if not torch.cuda.is_available() and not args.tiny:
         raise SystemExit("no GPU; --tiny runs this script on the CPU")
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    device = torch.device(own if torch.cuda.is_available() else "cpu")
     return Scale(device=device, tiny=args.tiny)
 
 

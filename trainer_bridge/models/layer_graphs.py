@@ -161,7 +161,7 @@ class LayerGraphs:
             graph = _LayerGraph(self._layers, self._memory, packing, hidden, named)
             self._graphs[shape] = graph
         graph.send(hidden, packing, named)
-        return _Replay.apply(hidden if hidden.requires_grad else hidden.requires_grad_(), graph)
+        return _Replay.apply(hidden.requires_grad_(), graph)
 
 
 class _Stack(nn.Module):

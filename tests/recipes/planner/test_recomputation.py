@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from recipes.config.decisions import Decisions
 from recipes.config.literals import Checkpointing
 from recipes.planner.command import plan_of
 from recipes.planner.memory_plan import MemoryPlan
-from recipes.planner.recomputation import Work, with_recomputation
+from recipes.planner.recomputation import Work, with_graphs, with_recomputation
 from recipes.planner.sizes import GIB, MIB, Gpu
 from recipes.planner.stage_plan import StagePlan
 
@@ -90,3 +91,26 @@ def test_less_memory_means_more_recomputation_and_the_named_key_gives_the_same_p
         assert named.stages == plan.stages and plan.fits
         line = f"recomputed in backward: {WORDS[way]}"
         assert plan.decisions.lines == [*named.decisions.lines[:-1], line, plan.decisions.lines[-1]]
+
+
+def test_graphs_are_chosen_where_launches_take_longer_than_the_work_and_the_plan_has_room() -> None:
+    words = [*WIDE, "trainer.activation_checkpointing=layers", "trainer.micro_batch_size=2"]
+    plans = {
+        graphs: plan_of(
+            recipes.load("tiny", [*words, f"trainer.cuda_graphs={graphs}"]), "tiny", gpu="h100-80gb"
+        )
+        for graphs in ("auto", "true", "false")
+    }
+    assert plans["auto"].decisions.cuda_graphs and plans["auto"].stages == plans["true"].stages
+    assert any(line.startswith("CUDA graphs of layers") for line in plans["auto"].decisions.lines)
+    graphed, plain = (plans[name].peak.device_bytes for name in ("true", "false"))
+    assert plain < graphed < 1.1 * plain
+    work, asked = Work(4e15, 1, 64, 28, graphs=True), list[object]()
+
+    def planned(line: object) -> MemoryPlan:
+        asked.append(line)
+        return short
+
+    plain_plan, short = made_up("none", 64, 50), made_up("none", 64, 99)
+    assert with_graphs(plain_plan, planned, work) is plain_plan and not asked
+    assert with_graphs(plain_plan, planned, replace(work, operations=4e9)) is plain_plan and asked
