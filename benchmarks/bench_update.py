@@ -3,11 +3,10 @@
 `make bench-update`. For each case: milliseconds, trained tokens a second, the share of the limit
 that the operations of the forward and backward pass take (recomputed layers do not count), the
 share of the update in which the device computes, that in which it communicates (also beside its
-work), and the launches of a micro batch. The rival is
-transformers' model of the same shape with the kernels of liger-kernel, torch's FlashAttention over
-the same sequences packed end to end, and fused AdamW, all in bf16. The limit is what bf16 products
-reach on an H100 or H200. `--kernels N` prints the N kernels that take longest. Without
-liger-kernel, a GPU measures memsaver alone.
+work), and the launches of a micro batch. The rival is transformers' model of the same shape with
+the kernels of liger-kernel, torch's FlashAttention over the same sequences packed end to end, and
+fused AdamW, all in bf16. The limit is what bf16 products reach on an H100 or H200. `--kernels N`
+prints the N kernels that take longest. Without liger-kernel, a GPU measures memsaver alone.
 
 Cases of several GPUs run by `torchrun --nproc-per-node N -m benchmarks.bench_update`, sharded by
 FSDP2 on both sides. Figures are then those of the first rank, shares those of all.

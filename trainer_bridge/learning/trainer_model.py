@@ -106,7 +106,7 @@ class Model:
         if moments is not None:
             optimizer = build_optimizer(module, config, runtime, saver, moments)
         model = cls(module, config, runtime, optimizer, "" if tag == PARAMS else tag)
-        if optimizer is not None and config.cuda_graphs:
+        if config.cuda_graphs and optimizer is not None:
             model.graphs = LayerGraphs(module, config, runtime, saver, tag)
         return model
 

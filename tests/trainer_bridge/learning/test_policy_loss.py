@@ -250,6 +250,7 @@ def update(
             numbers=Tensor.numpy,
             sum_ranks=np.asarray,
             keep_unsharded=False,
+            use_graphs=lambda graphs: None,
         )
         policy = Policy(model, config, runtime)
         learn = partial(policy.gradient, batch, 1.0, TokenValues())
