@@ -12,7 +12,10 @@ UNPLANNED_SIZE = 4
 """The value of `trainer.micro_batch_size=auto` if no plan precedes the trainer."""
 
 OF_THE_TRAINER = (
-    *("keep_unsharded", "activation_checkpointing", "cuda_graphs", "micro_batch_size"),
+    "keep_unsharded",
+    "activation_checkpointing",
+    "cuda_graphs",
+    "micro_batch_size",
 )
 """Decisions that a trainer is built with."""
 

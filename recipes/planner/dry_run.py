@@ -46,7 +46,7 @@ from recipes.tasks import Problem, Score, Task, Tasks
 from recipes.tasks.scoring import open_rewards
 from rollout import Rollout
 from trainer_bridge import Cycle, SequenceBatch, TrainerConfig
-from trainer_bridge.models import Adapters, Calls, GraphMemory, Runtime, code_tables
+from trainer_bridge.models import Adapters, GraphMemory, HostGraphs, Runtime, code_tables
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.tag_names import REFERENCE
@@ -110,7 +110,7 @@ class PlannedRuntime(Runtime):
         return np.zeros(len(tensor))
 
 
-class PlannedGraphs(Calls):
+class PlannedGraphs(HostGraphs):
     """Memory of graphs, which a capture takes and a replay does not change."""
 
     def capture(self, run: Callable[[], None]) -> Any:

@@ -6,14 +6,14 @@ from trainer_bridge.models.files.export import export_checkpoint
 from trainer_bridge.models.files.moments_8bit import code_tables
 from trainer_bridge.models.layer_graphs import why_no_graphs
 from trainer_bridge.models.packing import FLASH, packed_attention
-from trainer_bridge.models.runtime import Calls, GraphMemory, Runtime, group_bytes
+from trainer_bridge.models.runtime import GraphMemory, HostGraphs, Runtime, group_bytes
 from trainer_bridge.models.sharded_model import check_layout, lora_target_names
 
 __all__ = [
     "FLASH",
     "Adapters",
-    "Calls",
     "GraphMemory",
+    "HostGraphs",
     "Runtime",
     "check_layout",
     "code_tables",

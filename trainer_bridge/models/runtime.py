@@ -56,7 +56,7 @@ class GraphMemory(Protocol):
 
 
 @dataclass(frozen=True)
-class Calls:
+class HostGraphs:
     """Memory of a tag on the CPU, where a replay calls what was captured."""
 
     saver: MemorySaver
@@ -134,7 +134,7 @@ class Runtime:
     def graph_memory(self, saver: MemorySaver, tag: str) -> GraphMemory:
         """Return memory for graphs on a tag."""
         on_gpu = self.device.type == "cuda"
-        return GraphPool(saver, tag, "discard") if on_gpu else Calls(saver, tag)
+        return GraphPool(saver, tag, "discard") if on_gpu else HostGraphs(saver, tag)
 
     def use_graphs(self, graphs: Graphs | None) -> None:
         """Give memory to the graphs of the next passes, and to no others."""
