@@ -12,7 +12,8 @@ BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-update bench
 # the environment forbids it, each of a hundred processes would compile torch and sympy anew.
 unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/pip install -q --no-compile
-PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+# Three workers on two cores: many tests wait for processes that they start.
+PYTEST = $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 EVERYTHING := -e '.[all,optim,trackers,split,dev]'
 OTHERS = --no-deps --upgrade --target $(@D)/others trl verl torchtitan
 CPU_TORCH := torch==2.13.0
