@@ -516,7 +516,7 @@ def test_trackers_of_a_run_folder_of_before_continue(use: Any, tmp_path: Path) -
 
 
 class Dying(Tracker):
-    """Tracker that kills the process while it delivers step `dies_in`."""
+    """Tracker that kills the process while it delivers step `dies_in`, after a checkpoint."""
 
     dies_in: int | None = None
 
@@ -528,6 +528,7 @@ class Dying(Tracker):
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         if step == self.dies_in:
+            until((self.file.parent / "checkpoints" / "latest").exists)  # written beside the steps
             os.kill(os.getpid(), signal.SIGKILL)
         with self.file.open("a") as file:
             file.write(f"{'eval' if 'eval/correct' in figures else 'train'} {step}\n")
