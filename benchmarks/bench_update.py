@@ -73,7 +73,7 @@ CASES = {
         "qwen3-30b-a3b", 16, 32, 256, 768, 16, "layers", "bfloat16", ranks=2
     ),
 }
-RANKS = int(os.environ.get("WORLD_SIZE", 1))
+RANK, RANKS = (int(os.environ.get(name, at)) for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
 TINY = Update("qwen2.5-0.5b", None, 4, 6, 5, 2, "layers", ranks=RANKS)
 
 
@@ -123,7 +123,7 @@ def transformers_update(scale: Scale, update: Update) -> Iterator[Callable[[], A
             fully_shard(unit)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=scale.on_gpu)
     pairs = [*zip(*sequences(update, config.vocab_size), strict=True)]
-    pairs, size = pairs[int(os.environ.get("RANK", 0)) :: update.ranks], update.micro_batch
+    pairs, size = pairs[RANK :: update.ranks], update.micro_batch
     parts = [packed(scale, pairs[at : at + size]) for at in range(0, len(pairs), size)]
 
     def step() -> None:
@@ -206,8 +206,10 @@ def main(arguments: list[str] | None = None) -> None:
         if scale.on_gpu:
             torch.cuda.set_device(scale.device)
         dist.init_process_group(device_id=scale.device if scale.on_gpu else None)
-    cases = {name: CASES[name] for name in args.cases if CASES[name].ranks == RANKS}
-    cases = {"tiny": TINY} if scale.tiny else cases
+    named = {"tiny": TINY} if scale.tiny else {name: CASES[name] for name in args.cases}
+    cases = {name: update for name, update in named.items() if update.ranks == RANKS}
+    if not cases:
+        raise SystemExit(f"no case is for {RANKS} processes; torchrun starts several")
     if scale.on_gpu and importlib.util.find_spec("liger_kernel") is None:
         print("transformers is left out: liger-kernel is not installed")
         args.sides = [side for side in args.sides if side != "transformers"]
@@ -223,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             torch.cuda.empty_cache()
         rows.append([f"{name}, {side}", *figures.values()])
-    if int(os.environ.get("RANK", 0)):
+    if RANK:
         return
     head = ["update", *next(iter(results.values()))]
     report("bench_update", head, rows, {"updates": results}, args.out)

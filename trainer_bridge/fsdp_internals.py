@@ -163,19 +163,20 @@ class LoneUnit:
         shards = [param.sharded_param for param in group.fsdp_params]
         self.trained: list[nn.Parameter] = [shard for shard in shards if shard.requires_grad]
 
-    def gather(self) -> None:
-        """Let the modules have parameters in forward's dtype."""
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let the modules have parameters in forward's dtype inside the block."""
         self._group._to_sharded()  # an earlier pass may have kept what it gathered
-        for param in self._group.fsdp_params:
-            if param.copies is not None:
-                param.copies.gather()
-            param.init_unsharded_param()
-            param.to_unsharded()
-
-    def free(self) -> None:
-        """Let the modules have shards."""
-        for param in self._group.fsdp_params:
-            param.to_sharded()
+        try:
+            for param in self._group.fsdp_params:
+                if param.copies is not None:
+                    param.copies.gather()
+                param.init_unsharded_param()
+                param.to_unsharded()
+            yield
+        finally:
+            for param in self._group.fsdp_params:
+                param.to_sharded()
 
     def trained_of(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         """Return what is gathered of each trained shard of one of the modules."""

@@ -154,9 +154,8 @@ class RadixNode(NodeUsage):
     parent: "RadixNode | None"
     extra_key: Hashable = None  # namespace of a root
     is_root: bool = False
-    children: "dict[bytes, RadixNode]" = field(
-        default_factory=dict
-    )  # by the run of their first page
+    # By the run of their first page.
+    children: "dict[bytes, RadixNode]" = field(default_factory=dict)
     lock_ref: int = 0  # locks on this node or its descendants: own_lock_ref plus the children's
     own_lock_ref: int = 0  # locks on this node
     state: int = 0  # slot of a Mamba state; 0 without one

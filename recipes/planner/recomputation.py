@@ -67,9 +67,9 @@ class Work:
             longest: Tokens of every sequence.
         """
         counted, answers = count_operations(recipe, model_dir), recipe.answers_per_update
-        config = load_hf_config(model_dir)
         if counted is None:
             return None
+        config = load_hf_config(model_dir)
         update = counted.update([longest] * answers, answers * recipe.sampling.max_tokens)
         return cls(
             operations=recipe.updates_per_step * update,

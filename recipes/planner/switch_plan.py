@@ -1,11 +1,11 @@
-"""Decisions of a plan: recomputation, micro batch, which tags stay, what the trainer keeps.
+"""Decisions of a plan: recomputation, micro batch, tags that stay, what the trainer keeps, graphs.
 
 `plan_switch` decides in this order, for each way of recomputation (`recomputation.py`). First the
 micro batch (`micro_batch.py`), as if all tags left that may and the trainer gathered parameters for
 each micro batch. For a larger one, only tags can leave that an update does not need, such as the
 engine's, and more micro batches cost more time. Then the tags: the cheapest switch that fits. Then
 `trainer.keep_unsharded`. If it is false, passes that are large enough for kernels may become
-larger, if that saves more gathers than it costs.
+larger, if that saves more gathers than it costs. Last, whether updates have CUDA graphs.
 """
 
 from collections import Counter

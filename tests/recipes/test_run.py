@@ -193,6 +193,15 @@ def test_resident_tags_stay_and_change_no_number(
     assert load(folder / "recipe.yaml") == load("tiny", [*SMALL, *words])
 
 
+def test_run_whose_updates_launch_layers_as_graphs_has_the_same_rows(make_run: MakeRun) -> None:
+    words = [*SMALL, "steps=3", "trainer.micro_batch_size=8"]
+    plain, graphed = (
+        make_run("tiny", *words, f"trainer.cuda_graphs={graphs}") for graphs in ("false", "true")
+    )
+    assert same_rows(graphed, plain)
+    assert rows(graphed, "train")[-1]["peaks"]["update_actor"]["tags"]["activations"] > 0
+
+
 def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     straight: Path,
     tmp_path: Path,

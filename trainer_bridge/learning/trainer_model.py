@@ -197,7 +197,7 @@ class Model:
         return max(longest, config.micro_batch_tokens or config.micro_batch_size * longest)
 
     def _micro_batches(self, batch: SequenceBatch, alike: bool = False) -> Iterator[MicroBatch]:
-        """Yield this rank's share of a batch, and let the module keep parameters in between.
+        """Yield this rank's share of a batch; the module may keep parameters until the last one.
 
         Micro batches that are `alike` have one of 16 numbers of tokens, whatever the batch.
         """

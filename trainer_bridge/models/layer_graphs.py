@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from memsaver import MemorySaver
+from memsaver.system.replaced import having
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.fsdp_internals import LoneUnit, lone_units
 from trainer_bridge.models.packing import DENSE, Packing
@@ -134,7 +135,7 @@ class LayerGraphs:
     @contextmanager
     def layers_of(self, packing: Packing) -> Iterator[None]:
         """Replace the decoder's layers by a graph, if this is not the first pass of its shape."""
-        shape, decoder = _Shape.of(packing), self._decoder
+        shape = _Shape.of(packing)
         known = shape in self._graphs
         if not known:
             self._graphs[shape] = None
@@ -148,11 +149,12 @@ class LayerGraphs:
             self._saver.resume(self._tag)
             return
         self._graphs.move_to_end(shape)
-        layers, decoder.layers = decoder.layers, self._stack
         try:
-            yield
-        finally:
-            decoder.layers = layers
+            with having(self._decoder, layers=self._stack):
+                yield
+        except BaseException:
+            del self._graphs[shape]  # its capture may have been interrupted
+            raise
 
     def _run(self, hidden: Tensor, packing: Packing, named: Mapping[str, Any]) -> Tensor:
         shape = _Shape.of(packing)
@@ -236,30 +238,33 @@ class _LayerGraph:
         self._inputs = {**self._named, "packing": packing}
         self._passed, x = [], self._hidden
         for unit in self._layers.units:
-            unit.gather()
-            for layer in unit.modules:
-                x = x.detach().requires_grad_()
-                with torch.set_grad_enabled(not self._layers.recompute):
-                    out = layer.forward(x, **self._inputs)
-                self._passed.append((x, out))
-                x = out
-            unit.free()
+            with unit.gathered():
+                for layer in unit.modules:
+                    x = x.detach().requires_grad_()
+                    with torch.set_grad_enabled(not self._layers.recompute):
+                        out = layer.forward(x, **self._inputs)
+                    self._passed.append((x, out))
+                    x = out
         self.out = x.detach()
 
     def _backward(self) -> None:
         slope = self.slope
         for unit in reversed(self._layers.units):
-            unit.gather()
-            for layer in reversed(unit.modules):
-                x, out = self._passed.pop()
-                if self._layers.recompute:
-                    with torch.enable_grad(), self._layers.products():
-                        out = layer.forward(x, **self._inputs)
-                trained = unit.trained_of(layer)
-                slope, *gradients = torch.autograd.grad(out, [x, *trained.values()], slope)
-                torch._foreach_add_([self._layers.sums[shard] for shard in trained], gradients)
-            unit.free()
+            with unit.gathered():
+                for layer in reversed(unit.modules):
+                    slope = self._backward_of(layer, unit, slope)
         self.to_hidden = slope
+
+    def _backward_of(self, layer: nn.Module, unit: LoneUnit, slope: Tensor) -> Tensor:
+        """Return the gradient of a layer's input from that of its result."""
+        x, out = self._passed.pop()
+        if self._layers.recompute:
+            with torch.enable_grad(), self._layers.products():
+                out = layer.forward(x, **self._inputs)
+        trained = unit.trained_of(layer)
+        slope, *gradients = torch.autograd.grad(out, [x, *trained.values()], slope)
+        torch._foreach_add_([self._layers.sums[shard] for shard in trained], gradients)
+        return slope
 
 
 class _Replay(torch.autograd.Function):
