@@ -103,8 +103,8 @@ def test_graphs_are_chosen_where_launches_take_longer_than_the_work_and_the_plan
     }
     assert plans["auto"].decisions.cuda_graphs and plans["auto"].stages == plans["true"].stages
     assert any(line.startswith("CUDA graphs of layers") for line in plans["auto"].decisions.lines)
-    graphed, plain = (plans[name].peak.device_bytes for name in ("true", "false"))
-    assert plain < graphed < 1.1 * plain
+    graphed, plain = (plans[name].peak.torch["trainer"] for name in ("true", "false"))
+    assert 0.8 * plain < graphed < 1.2 * plain, "the same tensors, held for other times"
     work, asked = Work(4e15, 1, 64, 28, graphs=True), list[object]()
 
     def planned(line: object) -> MemoryPlan:
