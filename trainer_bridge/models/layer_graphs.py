@@ -110,6 +110,7 @@ class LayerGraphs:
         self._memory = runtime.graph_memory(saver, self._tag)
         self._stack = _Stack(self._run, self._decoder.layers[0])
         self._graphs = OrderedDict[_Shape, _LayerGraph | None]()
+        self._ends: Tensor | None = None  # [4, 1, T, H], for the ends of all graphs
         with self._memory.placing():  # from now on, there is the tag
             pass
         self.free()
@@ -131,6 +132,7 @@ class LayerGraphs:
     def clear(self) -> None:
         """Forget all graphs."""
         self._graphs.clear()
+        self._ends = None
 
     @contextmanager
     def layers_of(self, packing: Packing) -> Iterator[None]:
@@ -160,10 +162,19 @@ class LayerGraphs:
         shape = _Shape.of(packing)
         graph = self._graphs[shape]
         if graph is None:
-            graph = _LayerGraph(self._layers, self._memory, packing, hidden, named)
+            ends = self._ends_like(hidden)
+            graph = _LayerGraph(self._layers, self._memory, packing, ends, named)
             self._graphs[shape] = graph
         graph.send(hidden, packing, named)
         return _Replay.apply(hidden.requires_grad_(), graph)
+
+    def _ends_like(self, hidden: Tensor) -> "_Ends":
+        """Return memory for the ends of a graph, in which those of all others are, too."""
+        if self._ends is None or self._ends.shape[2] < hidden.shape[1]:
+            self._graphs.update(dict.fromkeys(self._graphs))  # they know the memory until now
+            with self._memory.placing(), torch.no_grad():
+                self._ends = hidden.new_empty((4, *hidden.shape))
+        return _Ends(*self._ends[:, :, : hidden.shape[1]])
 
 
 class _Stack(nn.Module):
@@ -181,34 +192,33 @@ class _Stack(nn.Module):
         return self._run(hidden, packing, named)
 
 
+class _Ends(NamedTuple):
+    """Where the graphs of a pass begin and end, all [1, T, H]."""
+
+    hidden: Tensor  # input of the layers
+    out: Tensor  # their result
+    slope: Tensor  # gradient of `out`
+    to_hidden: Tensor  # gradient of `hidden`
+
+
 class _LayerGraph:
-    """Forward and backward of the layers, for passes of one shape.
-
-    Attributes:
-        out: Their result [1, T, H].
-        slope: Its gradient, to be set before `backward`.
-        to_hidden: The gradient of their input [1, T, H].
-    """
-
-    out: Tensor
-    to_hidden: Tensor
+    """Forward and backward of the layers, for passes of one shape."""
 
     def __init__(
         self,
         layers: _Layers,
         memory: GraphMemory,
         packing: Packing,
-        hidden: Tensor,
+        ends: _Ends,
         named: Mapping[str, Any],
     ) -> None:
-        self._layers, self._memory = layers, memory
+        self._layers, self._memory, self.ends = layers, memory, ends
         self._shape = shape = _Shape.of(packing)
         with memory.placing(), torch.no_grad():
-            self._hidden, self.slope = torch.empty_like(hidden), torch.empty_like(hidden)
-            self._bounds = torch.empty(shape.sequences + 1, dtype=torch.int32, device=hidden.device)
+            self._bounds = packing.bounds.new_empty(shape.sequences + 1)
             self._named = _like(named)
         self._lengths = packing.lengths
-        if hidden.is_cuda:  # where kernels read bounds, and only these numbers of lengths
+        if packing.bounds.is_cuda:  # where kernels read bounds, and only these numbers of lengths
             self._lengths = (shape.longest,) * shape.sequences
         self._passed = list[tuple[Tensor, Tensor]]()
         self._captured: Any = memory.capture(self._forward)
@@ -218,17 +228,17 @@ class _LayerGraph:
         """Copy the inputs of a pass."""
         self._bounds.data.fill_(self._shape.tokens)  # sequences that are missing are empty
         _copy(self._bounds[: len(packing.bounds)], packing.bounds)
-        _copy(self._hidden, hidden.detach())
+        _copy(self.ends.hidden, hidden)
         _copy(self._named, named)
         if not hidden.is_cuda:
             self._lengths = packing.lengths
 
     def forward(self) -> None:
-        """Compute `out`."""
+        """Compute `ends.out`."""
         self._captured.replay()
 
     def backward(self) -> None:
-        """Compute `to_hidden`, and add the gradients of parameters to their sums."""
+        """Compute `ends.to_hidden`, and add the gradients of parameters to their sums."""
         if self._captured_backward is None:  # here, products are those of a backward pass
             self._captured_backward = self._memory.capture(self._backward)
         self._captured_backward.replay()
@@ -236,7 +246,7 @@ class _LayerGraph:
     def _forward(self) -> None:
         packing = Packing(self._lengths, self._bounds, self._named["position_ids"])
         self._inputs = {**self._named, "packing": packing}
-        self._passed, x = [], self._hidden
+        self._passed, x = [], self.ends.hidden
         for unit in self._layers.units:
             with unit.gathered():
                 for layer in unit.modules:
@@ -245,15 +255,15 @@ class _LayerGraph:
                         out = layer.forward(x, **self._inputs)
                     self._passed.append((x, out))
                     x = out
-        self.out = x.detach()
+        _copy(self.ends.out, x)
 
     def _backward(self) -> None:
-        slope = self.slope
+        slope = self.ends.slope
         for unit in reversed(self._layers.units):
             with unit.gathered():
                 for layer in reversed(unit.modules):
                     slope = self._backward_of(layer, unit, slope)
-        self.to_hidden = slope
+        _copy(self.ends.to_hidden, slope)
 
     def _backward_of(self, layer: nn.Module, unit: LoneUnit, slope: Tensor) -> Tensor:
         """Return the gradient of a layer's input from that of its result."""
@@ -272,14 +282,15 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, graph: _LayerGraph) -> Tensor:
         ctx.graph = graph
         graph.forward()
-        return graph.out.detach()
+        return graph.ends.out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        ctx.graph.slope.copy_(slope)
-        ctx.graph.backward()
-        return ctx.graph.to_hidden, None
+        graph = ctx.graph
+        _copy(graph.ends.slope, slope)
+        graph.backward()
+        return graph.ends.to_hidden, None
 
 
 def _like(value: Any) -> Any:
@@ -294,7 +305,7 @@ def _like(value: Any) -> Any:
 def _copy(into: Any, value: Any) -> None:
     """Copy the tensors among values; what a graph has saved of them counts as unchanged."""
     if isinstance(value, Tensor):
-        into.data.copy_(value)
+        into.data.copy_(value.detach())
     elif isinstance(value, Mapping):
         for name, part in value.items():
             _copy(into[name], part)
