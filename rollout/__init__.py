@@ -3,7 +3,7 @@
 from memsaver.system.hidden_packages import refuse_hidden
 
 refuse_hidden("kvcache")
-from rollout.config import DoubleSparsity, EngineConfig, KVTiers
+from rollout.config import AdapterSlots, DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.loop import EngineLoop, FollowingLoop
@@ -13,6 +13,7 @@ from rollout.protocols import Rollout, UpdatableEngine
 from rollout.requests import Completion, Output, Progress, SamplingParams
 
 __all__ = [
+    "AdapterSlots",
     "Completion",
     "DoubleSparsity",
     "Engine",

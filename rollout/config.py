@@ -81,6 +81,27 @@ class DoubleSparsity:
         return self.channels[layer] if self.channels else (first,) * kv_heads
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterSlots:
+    """Room for low-rank adapters, which an engine serves beside its base without merging them.
+
+    Attributes:
+        slots: Number of adapters that are there together. A new version of an adapter takes a slot
+            of its own while requests of the old one run.
+        rank: Largest rank of an adapter.
+        target_modules: Linear layers that adapters may have, by the last part of their names, such
+            as "q_proj"; empty: all of attention and dense MLPs.
+    """
+
+    slots: int = 2
+    rank: int = 16
+    target_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_counts(self, "slots", "rank")
+        object.__setattr__(self, "target_modules", tuple(self.target_modules))
+
+
 Preemption = Literal["recompute", "swap"]
 
 
@@ -203,6 +224,7 @@ class EngineConfig:
             they differ; where Triton's bits depend on the batch, too, True refuses and "warn"
             warns. More than two ranks add their partial sums in the order of the ranks.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
+        adapters: Room for adapters, for requests with `SamplingParams.adapter`; None: none.
         sample_all_ids: Sample any row of the output layer. By default, ids beyond those of the
             tokenizer, which have no text, are never sampled.
         seed: Seed from which requests without a seed receive theirs, in the order of requests.
@@ -233,6 +255,7 @@ class EngineConfig:
     fp32_router: bool = False
     exact: bool | Literal["warn"] = False
     tiers: KVTiers | None = None
+    adapters: AdapterSlots | None = None
     sample_all_ids: bool = False
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -270,6 +293,7 @@ class EngineConfig:
             rule = "has other bits than an exact trainer; use exact=False"
             check_option(self, "kv_cache_dtype", self.kv_cache_dtype == "auto", rule)
             check_option(self, "double_sparsity", self.double_sparsity is None, rule)
+            check_option(self, "adapters", self.adapters is None, rule)
         sparse, fp4 = self.double_sparsity is not None, self.kv_cache_dtype == "fp4_e2m1"
         if sparse:
             rule = "has no double sparsity; use attention='torch' or 'auto'"

@@ -18,6 +18,7 @@ from kvcache.config import FP4_DTYPE
 from memsaver.memory import empty_torch_cache
 from memsaver.ops.layout import round_up
 from rollout.config import EngineConfig
+from rollout.model.adapter_params import adapter_groups
 from rollout.model.decoder import ModelConfig, rank_groups, rank_layout
 from rollout.ops.attention_kernels import split_count
 from rollout.parallel import STAGING_BYTES, TensorParallel
@@ -75,7 +76,11 @@ class RankBytes:
     @cached_property
     def weights(self) -> int:
         sizes = self.config.tensor_parallel_size, self.config.expert_parallel
-        return arena_nbytes(rank_groups(self.model, 0, *sizes), self.dtype)
+        nbytes, slots = arena_nbytes(rank_groups(self.model, 0, *sizes), self.dtype), 0
+        if (adapters := self.config.adapters) is not None:
+            groups = adapter_groups(self.model, adapters, 0, *sizes)
+            slots = adapters.slots * arena_nbytes(groups, self.dtype)
+        return nbytes + slots
 
     def kv_cache(self, tokens: int) -> int:
         """Return the bytes of a pool of `tokens` tokens, padding pages and states included."""

@@ -51,6 +51,7 @@ class SamplingParams:
         early_stopping: When a beam search ends (the rules of transformers). True: once there are
             `beam_width` answers. False: once the best branch, at its present length, does not rank
             above the worst answer. "never": the same, at the greatest length the branch can reach.
+        adapter: Name of the adapter that answers, in its present version; None: the base alone.
     """
 
     max_tokens: int = 16
@@ -65,6 +66,7 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
@@ -73,6 +75,8 @@ class SamplingParams:
         if self.stop_token_ids is not None:
             self._keep_as_tuple("stop_token_ids")
         self._keep_as_tuple("forced")
+        named = self.adapter is None or isinstance(self.adapter, str)
+        check_option(self, "adapter", named, "must be the name of an adapter, or None")
         check_counts(self, "max_tokens", "n", "beam_width")
         check_counts(self, "top_k", *([] if self.seed is None else ["seed"]), least=0)
         for name in ("temperature", "top_p", "length_penalty"):
@@ -124,7 +128,7 @@ class Completion:
         logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p. Greedy
             sampling counts as temperature 1.
         finish_reason: "stop" after an end token, "length" after `max_tokens`, "abort", or "error".
-        weight_versions: The version of the weights that generated each token.
+        weight_versions: The version of the weights, or of the adapter, that generated each token.
         score: The rank value of a beam search's answer; None without beam search.
         routed_experts: With `EngineConfig.return_routed_experts` and without beam search, uint8 or
             int16 [K, layers with experts, top_k]: the experts of the last K tokens before the final

@@ -5,6 +5,7 @@ import torch
 from kvcache.config import check_option
 from memsaver.memory import empty_torch_cache
 from rollout.config import EngineConfig
+from rollout.model.adapter_params import adaptable
 from rollout.model.decoder import ModelConfig
 from rollout.ops.product_probe import define_products, is_probed, probe_products
 from rollout.weights.params import ParamGroup
@@ -19,6 +20,13 @@ def check_options(
         asked = getattr(config, key) != getattr(EngineConfig, key)
         rule = "is for mixtures of experts, and this model is dense; leave it out"
         check_option(config, key, model.has_experts or not asked, rule)
+    if config.adapters is not None:
+        layers = adaptable(model)
+        rule = "is for models with plain attention; leave it out"
+        check_option(config, "adapters", bool(layers), rule)
+        rule = f"names layers that an adapter of this model cannot have; it can: {layers}"
+        known = {*config.adapters.target_modules} <= {*layers}
+        check_option(config.adapters, "target_modules", known, rule)
     if config.exact:  # a trainer must be able to compute the same bits
         rule = "is for models with plain attention; use exact=False"
         check_option(config, "exact", model.is_plain, rule)

@@ -20,9 +20,11 @@ from rollout.config import EngineConfig
 from rollout.engine.cache_memory import CacheMemory
 from rollout.engine.checks import check_options, context_len, probe
 from rollout.engine.engine_base import EngineBase, InFlight, Unfinished
+from rollout.engine.served_adapters import ServedAdapters
 from rollout.engine.step_decisions import StepDecisions
 from rollout.engine.stepping import SteppedEngine
 from rollout.engine.token_steps import TokenSteps
+from rollout.model.adapter_params import adapter_groups
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
@@ -37,7 +39,8 @@ from rollout.scheduling.open_requests import OpenRequests
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.samples import EngineStats, names_of
 from rollout.scheduling.scheduler import Scheduler
-from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
+from rollout.tag_names import ADAPTER_SLOTS, CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.weights.adapters import AdapterPages, ServedAdapter
 from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
@@ -77,6 +80,7 @@ class Engine(EngineBase, SteppedEngine):
     Attributes:
         store: The weights.
         config: Sizes and policies, with the tokens of the pool.
+        adapters: The adapters; None without `config.adapters`.
         prompts: Where keys and values of prompts come from; `rollout.split` has other sources.
 
     Raises:
@@ -86,6 +90,7 @@ class Engine(EngineBase, SteppedEngine):
     """
 
     store: WeightStore
+    adapters: ServedAdapters | None = None
 
     def __init__(
         self,
@@ -115,6 +120,11 @@ class Engine(EngineBase, SteppedEngine):
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
+        pages = None
+        if config.adapters is not None:
+            parts = adapter_groups(model, config.adapters, *split)
+            pages = AdapterPages(parts, config.adapters.slots, dtype, saver)
+            self.adapters = ServedAdapters(pages, config.adapters.rank)
         self._product_report = probe(self.store, groups, model, config, dtype)
         self.cache = Cache(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
@@ -128,13 +138,15 @@ class Engine(EngineBase, SteppedEngine):
             rows=self.scheduler.rows,
             attention=how,
             ranks=self._ranks,
+            adapters=pages,
         )
         if config.return_routed_experts:
             self.runner.record_routing(config.max_running + config.max_prefill_tokens)
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
             sizes = config.graph_batch_sizes or ladder(config.max_running)
             self.runner.capture(sizes, token_ladder(config.captured_tokens), saver)
-        self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
+        there = [WEIGHTS, *([ADAPTER_SLOTS] * (pages is not None)), KV_CACHE]
+        self.tags = [*there, CUDA_GRAPH] if self.runner.graphs is not None else there
         self.requests = OpenRequests(
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
@@ -236,15 +248,71 @@ class Engine(EngineBase, SteppedEngine):
         """Return the numbers of the requests whose last outputs `step` has not returned."""
         return self.requests.ids
 
+    @held()
+    def load_adapter(self, path: str | Path, name: str) -> None:
+        """Load a low-rank adapter, or the next version of one that has this name.
+
+        Unfinished requests keep the version that they were submitted with. No request uses cached
+        prefixes of another adapter or version.
+
+        Args:
+            path: Folder of PEFT.
+            name: Name by which `SamplingParams.adapter` chooses it.
+
+        Raises:
+            StateError: The engine has no slots, they sleep, none is free, or the other ranks do not
+                know of all requests yet. Nothing changed.
+            ValueError: The adapter does not fit the slots; see `ServedAdapters.load`.
+        """
+        self._own_adapters("load an adapter").load(path, name, self._adapters_in_use())
+
+    @held()
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, whose slot is free then.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            ValueError: No adapter has this name.
+            StateError: Unfinished requests use it, or as in `load_adapter`. Nothing changed.
+        """
+        self._own_adapters("unload an adapter").unload(name, self._adapters_in_use())
+
+    def _own_adapters(self, action: str) -> ServedAdapters:
+        if self.adapters is None:
+            raise StateError(f"cannot {action}: build the engine with adapters=AdapterSlots(...)")
+        self.decisions.require_outside(action)
+        if self.decisions.unsent:
+            raise StateError(f"cannot {action}: other ranks do not know of requests; step first")
+        require_active(self.saver, ADAPTER_SLOTS, action)
+        return self.adapters
+
+    def _adapters_in_use(self) -> set[ServedAdapter | None]:
+        return {sample.adapter for sample in self.scheduler.unfinished}
+
+    def _adapter(self, params: SamplingParams) -> ServedAdapter | None:
+        """Return the adapter of a request, or raise a ValueError if there is none of its name."""
+        if params.adapter is None:
+            return None
+        if self.adapters is None:
+            rule = f"adapter={params.adapter!r}, and the engine has no adapters"
+            raise ValueError(f"{rule}; build it with adapters=AdapterSlots(...)")
+        if type(self.prompts) is not PromptSource:
+            rule = f"adapter={params.adapter!r}, and another engine computes prompts"
+            raise ValueError(f"{rule}, which has no adapters; leave adapter out")
+        return self.adapters.find(params.adapter)
+
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self.requests.check(name, prompt, params)
+        self._adapter(params)
         if params.beam_width > 1 and self.cache.withheld_pages:
             raise ValueError(
                 f"{name}: no beam search in a pool that woke partly; sleep, then wake_up()"
             )
 
     def _enqueue(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
-        samples = self.requests.submit(prompt, params, stream)
+        samples = self.requests.submit(prompt, params, stream, self._adapter(params))
         self.prompts.accept(samples)
         if self.cache.elastic is not None:
             self.cache.elastic.hurry()
@@ -323,7 +391,10 @@ class Engine(EngineBase, SteppedEngine):
                 self.scheduler.abort(left)
                 self.decisions.abort([sample.request for sample in left])
             self.scheduler.preempt_all()
-            self._memory.sleep(tags, release, keep=self.store.version is not None)
+            if ADAPTER_SLOTS in tags:
+                self.saver.pause(ADAPTER_SLOTS, content="host", release=release)
+            others = [tag for tag in tags if tag != ADAPTER_SLOTS]
+            self._memory.sleep(others, release, keep=self.store.version is not None)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
@@ -370,6 +441,8 @@ class Engine(EngineBase, SteppedEngine):
             reasons.append(lacking)
         if self.store.version is None:
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
+        if self.adapters is not None and (lost := self.adapters.lost()):
+            reasons.append(f"adapters were discarded: {', '.join(lost)} (load or unload them)")
         if self._ranks.failure is not None:
             reasons.append(self._ranks.failure)
         if self.prompts.refusal is not None:

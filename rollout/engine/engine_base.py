@@ -16,7 +16,7 @@ from memsaver.system.torch_defaults import with_torch_defaults
 from memsaver.types import check_choice
 from rollout.engine.step_decisions import StepDecisions
 from rollout.parallel import TensorParallel
-from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
+from rollout.tag_names import ADAPTER_SLOTS, KV_CACHE, TAGS, WEIGHTS
 from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightLayout, WriteReceipt
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
@@ -332,8 +332,12 @@ class EngineBase(SaverSide):
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """Return the engine's tags among `tags` (None: all); raise a ValueError for unknown tags.
 
-        A tag of `TAGS` on which this engine has no memory is known, and left out.
+        A tag of `TAGS` on which this engine has no memory is known, and left out. Slots of adapters
+        go with the weights.
         """
         if unknown := [tag for tag in tags or () if tag not in TAGS]:
             raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
-        return [tag for tag in self.tags if tags is None or tag in tags]
+        named = {*self.tags} if tags is None else {*tags}
+        if WEIGHTS in named:
+            named.add(ADAPTER_SLOTS)
+        return [tag for tag in self.tags if tag in named]

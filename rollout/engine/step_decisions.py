@@ -87,6 +87,11 @@ class StepDecisions:
                 f"ranks, between two calls of generate or step"
             )
 
+    @property
+    def unsent(self) -> bool:
+        """Return whether the other ranks do not know of requests or aborts."""
+        return bool(self._requests or self._aborted or self._dropped)
+
     def request(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> None:
         if self._ranks.size > 1:
             self._requests.append((np.asarray(prompt).tolist(), params, stream))

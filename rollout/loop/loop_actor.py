@@ -13,7 +13,7 @@ from rollout.requests import Completion
 
 SHARED = {
     "abort_update", "alias_update", "begin_update", "commit_update", "forget_prefixes", "load",
-    "serve_update", "shrink", "sleep", "sync_weights", "wake_up",
+    "load_adapter", "serve_update", "shrink", "sleep", "sync_weights", "unload_adapter", "wake_up",
 }  # fmt: skip
 """Methods that change what a step computes: all ranks call them between the same two steps."""
 _WITHOUT_ENGINE = {"build", "follow", "generate", "meet", "pid"}

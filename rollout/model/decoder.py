@@ -1,7 +1,7 @@
 """The decoder: model and MLP configuration, parameters of each rank, and the forward pass."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,11 +25,11 @@ from rollout.weights.params import (
     shard_groups,
     stack,
 )
-from rollout.weights.store import WeightStore, build_manifest
+from rollout.weights.store import build_manifest
 
 _BIAS = "gate.e_score_correction_bias"
-MLP = Callable[[Tensor], Tensor]
-"""Map x [T, hidden] to this rank's partial sum [T, hidden], which the ranks add up."""
+MLP = Callable[[Tensor, Batch], Tensor]
+"""Map x [T, hidden] of a batch to this rank's partial sum [T, hidden], which the ranks add up."""
 
 
 class MLPConfig(ABC):
@@ -60,7 +60,7 @@ class MLPConfig(ABC):
         return self
 
     @abstractmethod
-    def build(self, store: WeightStore, name: str) -> MLP:
+    def build(self, parts: LayerParts, name: str) -> MLP:
         """Build the MLP over views of the weight store."""
 
     @abstractmethod
@@ -89,13 +89,12 @@ class GatedConfig(MLPConfig):
     def splits(self, size: int, experts: int) -> Splits:
         return shared_inner("mlp.")
 
-    def build(self, store: WeightStore, name: str) -> MLP:
-        gate_up = store.tensor(name + "gate_up_proj.weight")
-        down = store.tensor(name + "down_proj.weight")
+    def build(self, parts: LayerParts, name: str) -> MLP:
+        gate_up, down = (parts.product(f"{name}{part}_proj") for part in ("gate_up", "down"))
 
-        def mlp(x: Tensor) -> Tensor:
-            gate, up = linear(x, gate_up).chunk(2, dim=-1)
-            return linear(silu_mul(gate, up), down)
+        def mlp(x: Tensor, batch: Batch) -> Tensor:
+            gate, up = gate_up(x, batch).chunk(2, dim=-1)
+            return down(silu_mul(gate, up), batch)
 
         return mlp
 
@@ -176,8 +175,8 @@ class ExpertsConfig(MLPConfig):
         number = rank // (size // experts)
         return replace(self, first=held(self.experts, experts, number)[0])
 
-    def build(self, store: WeightStore, name: str) -> "Experts":
-        return Experts(self, store, name)
+    def build(self, parts: LayerParts, name: str) -> "Experts":
+        return Experts(self, parts, name)
 
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
         return [self.top_k * self.inner * experts // size, self.top_k * hidden_size]
@@ -197,19 +196,19 @@ class Experts:
 
     routed: Tensor | None = None
 
-    def __init__(self, config: ExpertsConfig, store: WeightStore, name: str) -> None:
-        self.config = config
+    def __init__(self, config: ExpertsConfig, parts: LayerParts, name: str) -> None:
+        self.config, store = config, parts.store
         self._router = store.tensor(name + "gate.weight")
         self._gate_up = store.tensor(name + "experts.gate_up_proj")
         self._down = store.tensor(name + "experts.down_proj")
         self._bias = store.buffers[name + _BIAS] if config.bias else None
         self._shared = self._shared_gate = None
         if config.shared is not None:
-            self._shared = GatedConfig(inner=config.shared).build(store, name + config.shared_name)
+            self._shared = GatedConfig(inner=config.shared).build(parts, name + config.shared_name)
         if config.shared is not None and config.shared_gate:
             self._shared_gate = store.tensor(name + "shared_expert_gate.weight")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         config = self.config
         logits = linear(x, self._router, wide=config.wide_router)
         ids, weights = config.routing.choose(logits, self._bias)
@@ -221,8 +220,8 @@ class Experts:
         if self._shared is None:
             return out
         if self._shared_gate is None:
-            return out + self._shared(x)
-        return out + torch.sigmoid(linear(x, self._shared_gate)) * self._shared(x)
+            return out + self._shared(x, batch)
+        return out + torch.sigmoid(linear(x, self._shared_gate)) * self._shared(x, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,12 +313,17 @@ def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> l
     Raises:
         ValueError: The counts do not divide a parameter; names it.
     """
+    return shard_groups(parameter_groups(model), all_splits(model, size, experts), rank, size)
+
+
+def all_splits(model: ModelConfig, size: int, experts: int) -> dict[str, Sequence[Split]]:
+    """Return how ranks share all parameters; arguments as in `rank_groups`."""
     splits = dict(VOCABULARY)
     for mixer in set(model.mixers):
         splits |= mixer.splits()
     for mlp in set(model.mlps):
         splits |= mlp.splits(size, experts)
-    return shard_groups(parameter_groups(model), splits, rank, size)
+    return splits
 
 
 def whole_manifest(model: ModelConfig, dtype: torch.dtype) -> Manifest:
@@ -369,7 +373,7 @@ class Decoder:
         self._last_norm = tensor("model.norm.weight")
         self.mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
         pairs = zip(config.mlps, layers, strict=True)
-        self.mlps = [mlp.build(parts.store, layer + "mlp.") for mlp, layer in pairs]
+        self.mlps = [mlp.build(parts, layer + "mlp.") for mlp, layer in pairs]
 
     def __call__(self, token_ids: Tensor, batch: Batch) -> Tensor:
         """Run packed tokens of several requests, and store their keys and values in the cache.
@@ -390,6 +394,6 @@ class Decoder:
             for load in batch.loads:
                 load.wait(index)
             x, residual = add_rms_norm(mixer(x, batch), residual, norm, eps, zero_centred=centred)
-            out = self._ranks.sum(mlp(x), "MLP")
+            out = self._ranks.sum(mlp(x, batch), "MLP")
             x, residual = add_rms_norm(out, residual, next_norm, eps, zero_centred=centred)
         return x

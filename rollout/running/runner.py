@@ -15,6 +15,7 @@ from memsaver.graph_pool import GraphPool
 from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import Decoder, ModelConfig
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
+from rollout.ops.low_rank import Choice
 from rollout.ops.row_wise import linear, row_invariant_products
 from rollout.ops.token_sampling import (
     HostResults,
@@ -36,6 +37,7 @@ from rollout.scheduling.kv_cache import Cache
 from rollout.scheduling.sample_rows import SampleRows
 from rollout.scheduling.samples import Step
 from rollout.tag_names import CUDA_GRAPH
+from rollout.weights.adapters import AdapterPages
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
@@ -57,6 +59,7 @@ class ModelRunner:
     Attributes:
         last_tokens: The last token of each row of the request table, int64 on the device. The next
             step continues from there, and need not wait until the host knows it.
+        slots: The slot of each row's adapter, int64 on the device.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ModelRunner:
         rows: SampleRows,
         attention: Impl,
         ranks: TensorParallel,
+        adapters: AdapterPages | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -81,6 +85,7 @@ class ModelRunner:
             ranks=ranks,
             norm_eps=config.rms_norm_eps,
             zero_centred_norms=config.zero_centred_norms,
+            adapters=adapters,
         )
         self.decoder = Decoder(config, parts)
         self._cache, self._table = cache, cache.table
@@ -88,6 +93,8 @@ class ModelRunner:
         self._triton = use_triton(attention, self.device)
         self._rows = rows
         self.last_tokens = torch.zeros(self._table.size + 1, dtype=torch.int64, device=self.device)
+        self._adapters, self.slots = adapters, torch.zeros_like(self.last_tokens)
+        self._told_slots = np.zeros(len(self.slots), np.int64)  # what the device knows of `slots`
         self._replayed: _Replayed | None = None  # by the last forward
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -131,6 +138,9 @@ class ModelRunner:
         The logits are valid until the next call.
         """
         self._tell_last(step.rows[~self._rows.on_device[step.rows]])
+        if self._adapters is not None:
+            begun = np.array([chunk.sample.row for chunk in step.chunks], dtype=np.int64)
+            self._tell_slots(np.concatenate([step.rows, begun]))
         last, self._replayed = self._replayed, None
         if self.graphs is not None and not step.chunks and len(step.rows) <= self.graphs.max_batch:
             for load in step.loads:
@@ -152,6 +162,7 @@ class ModelRunner:
             slots=torch.cat(slots),
             rows=at[3],
             shape=shape,
+            adapters=self._choice(np.repeat(shape.rows, shape.q_lens)),
             loads=step.loads,
         )
         tokens = torch.cat([self.last_tokens[at[3][: shape.num_decode]], at[0]])
@@ -189,6 +200,21 @@ class ModelRunner:
             last = [self._rows.sample(row).output[-1] for row in rows.tolist()]
             places, tokens = to_device(np.stack([rows, np.array(last)]), self.device)
             self.last_tokens.index_copy_(0, places, tokens)
+
+    def _tell_slots(self, rows: Int64Array) -> None:
+        """Send the slots of rows that have new samples."""
+        rows = rows[self._rows.slot[rows] != self._told_slots[rows]]
+        if len(rows):
+            self._told_slots[rows] = self._rows.slot[rows]
+            places, slots = to_device(np.stack([rows, self._told_slots[rows]]), self.device)
+            self.slots.index_copy_(0, places, slots)
+
+    def _choice(self, rows: Int64Array | Tensor) -> Choice | None:
+        """Return the adapters of tokens of these rows."""
+        if self._adapters is None:
+            return None
+        at = rows if isinstance(rows, Tensor) else to_device(rows, self.device)
+        return Choice.of(self.slots[at], self._adapters.scales)
 
     def decode(self, inputs: DecodeInputs, logits: Tensor, results: HostResults) -> None:
         """Compute and draw the next token of each row from device tensors only, for a graph.
@@ -232,6 +258,7 @@ class ModelRunner:
             positions=positions,
             slots=plan.req_to_token[rows, positions].long(),
             rows=plan.meta[0],
+            adapters=self._choice(rows),
         )
         return self.decoder(ids, batch)
 

@@ -13,6 +13,7 @@ from rollout.requests import Output, SamplingParams, not_token_ids
 from rollout.scheduling.beam import check_vocabulary
 from rollout.scheduling.samples import BeamGroup, Sample
 from rollout.scheduling.scheduler import Scheduler
+from rollout.weights.adapters import ServedAdapter
 
 _log = logging.getLogger("rollout")
 
@@ -66,7 +67,13 @@ class OpenRequests:
         if ids.min() < 0 or ids.max() >= size:
             raise ValueError(f"{name} has token ids outside [0, {size}); check the tokenizer")
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> list[Sample]:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stream: bool,
+        adapter: ServedAdapter | None = None,
+    ) -> list[Sample]:
         """Queue a checked request; return its samples."""
         seed = params.seed
         if seed is None:
@@ -80,6 +87,7 @@ class OpenRequests:
                 params=params,
                 seed=seed,
                 stop_ids=stop_ids,
+                adapter=adapter,
                 stream=stream and params.beam_width == 1,
             )
             for i in range(max(params.n, params.beam_width))

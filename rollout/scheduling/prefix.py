@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class _Held:
     node: RadixNode  # the last locked node
     length: int  # number of locked tokens
     version: int  # of the cache, under which they were computed
+    namespace: int | None  # of the sequence, see `PrefixBlocks.admit`
     branch: int = 0
 
 
@@ -70,28 +72,33 @@ class PrefixBlocks:
         ledgers = self.blocks.ledgers
         return tuple(replace(ledger, available=ledger.available + cached) for ledger in ledgers)
 
-    def held_pages(self, tokens: Sequence[int]) -> int:
+    def held_pages(self, tokens: Sequence[int], namespace: int | None = None) -> int:
         """Return the number of pages of running sequences that `admit` would share."""
         self._notice_format()
-        return self.cache.peek(tokens[:-1])[1] // self.cache.page_size
+        held = self.cache.peek(tokens[:-1], extra_key=namespace)[1]
+        return held // self.cache.page_size
 
     def admit(
-        self, tokens: Sequence[int], swapped: Swapped | None = None
+        self,
+        tokens: Sequence[int],
+        swapped: Swapped | None = None,
+        namespace: int | None = None,
     ) -> tuple[ReqHandle, int] | None:
         """Add a sequence, and lock the cached pages that it begins with.
 
-        `swapped` is the result of `swap_out`, which is consumed.
+        `swapped` is the result of `swap_out`, which is consumed. Sequences share pages only within
+        a namespace, which stands for the adapter that computes them.
 
         Returns:
             The handle, and the number of leading tokens that are already computed, which never
             includes the last token. None if no row is free.
         """
         self._notice_format()
-        match = self._match(tokens[:-1])
+        match = self._match(tokens[:-1], namespace)
         handle = self.blocks.admit(match.pages)
         if handle is None:
             return None
-        self._begin(handle, match)
+        self._begin(handle, match, namespace)
         return handle, match.length
 
     def grow(self, rows: Int64Array, new_lens: Int64Array) -> Any | None:
@@ -125,10 +132,11 @@ class PrefixBlocks:
         held = self._held[handle]
         # The conversion takes longer than all operations of the cache, so it is done once.
         ids = array("i", tokens)
-        if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
+        own = {"extra_key": held.namespace}
+        if held.version != self.cache.version or self.cache.peek(ids, **own)[0] > held.length:
             return
-        self._insert(handle, ids, held.version)
-        self._begin(handle, self.cache.match_resident(ids))
+        self._insert(handle, ids, held)
+        self._begin(handle, self.cache.match_resident(ids, **own), held.namespace)
         self.cache.dec_lock_ref(held.node)
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
@@ -143,7 +151,7 @@ class PrefixBlocks:
         held = self._held.pop(handle)
         try:
             if self._keeps:
-                self._insert(handle, array("i", tokens), held.version)
+                self._insert(handle, array("i", tokens), held)
         finally:
             self.cache.dec_lock_ref(held.node)  # first, because the next can fail on the device
             self.blocks.release(handle)
@@ -207,23 +215,23 @@ class PrefixBlocks:
             "the pages that sequences lock differ from those that they share"
         )
 
-    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        return self.cache.match_prefix(tokens)
+    def _match(self, tokens: Sequence[int], namespace: int | None) -> PrefixMatch:
+        return self.cache.match_prefix(tokens, extra_key=namespace)
 
-    def _begin(self, handle: ReqHandle, match: PrefixMatch) -> None:
+    def _begin(self, handle: ReqHandle, match: PrefixMatch, namespace: int | None) -> None:
         """Lock the cached beginning of a sequence, at its start or after `keep`."""
         self.cache.inc_lock_ref(match.node)
-        self._held[handle] = _Held(match.node, match.length, self.cache.version)
+        self._held[handle] = _Held(match.node, match.length, self.cache.version, namespace)
 
-    def _insert(self, handle: ReqHandle, tokens: "array[int]", version: int) -> None:
+    def _insert(self, handle: ReqHandle, tokens: "array[int]", held: _Held) -> None:
         assert isinstance(self.cache, RadixCache)
-        size = self.cache.page_size
+        size, own = self.cache.page_size, held.namespace
         pages = self.blocks.pages(handle)[: len(tokens) // size]
-        new = pages[self.cache.peek(tokens)[0] // size :]
+        new = pages[self.cache.peek(tokens, extra_key=own)[0] // size :]
         if (self.blocks.allocator.ref_counts(new) > 1).any():
             # A fork still uses these pages without a lock; evicting them would free nothing.
             return
-        taken = self.cache.insert(tokens, pages, version=version) // size
+        taken = self.cache.insert(tokens, pages, version=held.version, extra_key=own) // size
         self.blocks.allocator.share(pages[taken:])
 
     def _notice_format(self) -> None:
@@ -271,15 +279,17 @@ class StatePrefixBlocks(PrefixBlocks):
             return
         # Checked again because the eviction may remove pages to which only states were to be added.
         length = held.length
-        if not (self._wanted(length, ids) and self._free_slot() and self._wanted(length, ids)):
+        own = held.namespace
+        wanted = partial(self._wanted, length, ids, own)
+        if not (wanted() and self._free_slot() and wanted()):
             return
         slot = self._states.clone(self._table.mamba_slot(handle))
         assert slot is not None, "_free_slot freed one"
         pages = self.blocks.pages(handle)
-        kept = self._prefixes.insert(ids, pages, slot, version=held.version)
+        kept = self._prefixes.insert(ids, pages, slot, version=held.version, extra_key=own)
         self.blocks.allocator.share(pages[kept.length // self._prefixes.page_size :])
         if kept.length == held.length:
-            super()._begin(handle, self._prefixes.match_prefix(ids))
+            super()._begin(handle, self._prefixes.match_prefix(ids, extra_key=own), own)
             self._prefixes.dec_lock_ref(held.node)
 
     def check_integrity(self) -> None:
@@ -290,14 +300,14 @@ class StatePrefixBlocks(PrefixBlocks):
             "states are held by neither a request nor the cache"
         )
 
-    def _wanted(self, own: int, ids: "array[int]") -> bool:
+    def _wanted(self, own: int, ids: "array[int]", namespace: int | None) -> bool:
         """Return whether the states after `ids` are missing in the cache and can be added.
 
         They can be added if the cache has the pages of all tokens, or only the pages of the first
         `own` tokens, which the sequence shares. Otherwise the sequence has its own copies of cached
         pages.
         """
-        match = self._prefixes.match_prefix(ids)
+        match = self._prefixes.match_prefix(ids, extra_key=namespace)
         return match.length < len(ids) and match.paged in (own, len(ids))
 
     def _free_slot(self) -> bool:
@@ -307,7 +317,7 @@ class StatePrefixBlocks(PrefixBlocks):
                 return False
         return True
 
-    def _begin(self, handle: ReqHandle, match: PrefixMatch) -> None:
+    def _begin(self, handle: ReqHandle, match: PrefixMatch, namespace: int | None) -> None:
         assert isinstance(match, MambaMatch)
         if match.state is not None:
             try:
@@ -315,10 +325,10 @@ class StatePrefixBlocks(PrefixBlocks):
             except BaseException:  # for example, the device is out of memory
                 self.blocks.release(handle)
                 raise
-        super()._begin(handle, match)
+        super()._begin(handle, match, namespace)
         self._held[handle] = replace(self._held[handle], branch=match.paged)
 
-    def _insert(self, handle: ReqHandle, tokens: "array[int]", version: int) -> None:
+    def _insert(self, handle: ReqHandle, tokens: "array[int]", held: _Held) -> None:
         """Cache nothing when a sequence ends."""
 
 

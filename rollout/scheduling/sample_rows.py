@@ -26,6 +26,7 @@ class SampleRows:
         limit: Largest number of tokens of prompt and answer together.
         on_device: Whether the device has chosen the last token, so that it need not be sent.
         searching: Whether the sample is a branch of a beam search.
+        slot: Slot of the sample's adapter; 0: none.
     """
 
     def __init__(self, count: int) -> None:
@@ -33,6 +34,8 @@ class SampleRows:
         self.generation = np.full(count, -1)
         self.start, self.seen, self.length, self.limit = np.zeros((4, count), np.int64)
         self.on_device, self.searching = np.zeros((2, count), np.bool_)
+        self.slot = np.zeros(count, np.int64)
+        self._own_version = np.zeros(count, np.int64)  # of the adapter
         self._streamed = np.zeros(count, np.bool_)
         # Parameters of sampling. `_forced` is the number of forced tokens.
         self._temperature, self._top_p = np.ones((2, count))
@@ -53,7 +56,9 @@ class SampleRows:
         self.seen[row] = self.length[row] = sample.length
         self.limit[row] = len(sample.prompt) + params.max_tokens
         self.on_device[row], self.searching[row] = False, sample.beams is not None
-        self._streamed[row] = sample.stream
+        self._streamed[row], adapter = sample.stream, sample.adapter
+        self.slot[row] = 0 if adapter is None else adapter.slot
+        self._own_version[row] = 0 if adapter is None else adapter.version
         self._temperature[row], self._top_k[row] = params.temperature, params.top_k
         self._top_p[row], self._seed[row] = params.top_p, sample.seed
         self._index[row], self._forced[row] = sample.index, len(params.forced)
@@ -92,12 +97,13 @@ class SampleRows:
     def receive(
         self, rows: Int64Array, tokens: Int64Array, logprobs: NDArray[Any], version: int
     ) -> list[int]:
-        """Add a token to each of `rows`, chosen by weights of `version`.
+        """Add a token to each of `rows`, chosen by weights of `version`, or by their adapters.
 
         Returns:
             The indices in `rows` of all samples that end now, and perhaps of others.
         """
-        other = (self._version[rows] != version) & (self._new[rows] > 0)
+        versions = np.where(self.slot[rows] > 0, self._own_version[rows], version)
+        other = (self._version[rows] != versions) & (self._new[rows] > 0)
         for row in rows[other].tolist():
             self.hand_over(self.sample(row))
         at = self._new[rows]
@@ -105,7 +111,7 @@ class SampleRows:
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)], axis=1)
             self._logprobs = np.concatenate([self._logprobs, np.empty_like(self._logprobs)], axis=1)
         self._tokens[rows, at], self._logprobs[rows, at] = tokens, logprobs
-        self._new[rows], self._version[rows] = at + 1, version
+        self._new[rows], self._version[rows] = at + 1, versions
         self.seen[rows] += 1
         ends = self._ending[np.minimum(tokens, len(self._ending) - 1)] > 0
         ends |= (self.seen[rows] == self.limit[rows]) | ~np.isfinite(logprobs)

@@ -13,6 +13,7 @@ from kvcache.tiers import HostTransfer
 from rollout.requests import FinishReason, Output, SamplingParams
 from rollout.scheduling.beam import BeamSearch
 from rollout.scheduling.prefix import Swapped
+from rollout.weights.adapters import ServedAdapter
 
 RoutedExperts = NDArray[Any]
 """[tokens, layers with experts, top_k], uint8, or int16 for more than 256 experts."""
@@ -74,6 +75,7 @@ class Sample:
     stop_ids: frozenset[int]  # token ids that end the sample
     # Samples that wait for this sample's prefill, and then fork from it.
     siblings: "list[Sample]" = field(default_factory=list)
+    adapter: ServedAdapter | None = None  # None: the base alone
     stream: bool = False  # whether tokens are told before the sample's end
     told: int = 0  # number of tokens that `news` has returned
     finish_reason: FinishReason | None = None  # None while the sample is unfinished
@@ -94,6 +96,11 @@ class Sample:
     @property
     def name(self) -> str:
         return f"{self.request}.{self.index}"
+
+    @property
+    def namespace(self) -> int | None:
+        """Return the key of its prefixes in the cache, equal for equal weights of adapters."""
+        return None if self.adapter is None else self.adapter.key
 
     @property
     def row(self) -> int:

@@ -212,7 +212,7 @@ class Scheduler:
             members = 1 + len(sample.siblings)
             if rows + members > self.max_running:
                 break
-            held = self.blocks.held_pages(sample.tokens(0, sample.length))
+            held = self.blocks.held_pages(sample.tokens(0, sample.length), sample.namespace)
             needed = [self._needed(ledger, sample.length) - held for ledger in ledgers]
             wanted = [n + more for n, more in zip(taken, needed, strict=True)]
             pairs = zip(wanted, ledgers, strict=True)
@@ -237,7 +237,8 @@ class Scheduler:
     def _start(self, sample: Sample) -> None:
         """Start the first sample of the queue, with a row and the cached pages that it shares."""
         swapped, sample.swapped = sample.swapped, None
-        admitted = self.blocks.admit(sample.tokens(0, sample.length), swapped)
+        tokens = sample.tokens(0, sample.length)
+        admitted = self.blocks.admit(tokens, swapped, sample.namespace)
         assert admitted is not None, "the request table has max_running rows"
         sample.handle, sample.computed = admitted
         sample.prefill_len = sample.length
@@ -300,7 +301,8 @@ class Scheduler:
         if any(math.isnan(logprob) for _, logprob in chain.from_iterable(candidates)):
             self._break(group.members)
             return
-        forks = group.search.advance(candidates, version)
+        adapter = group.members[0].adapter
+        forks = group.search.advance(candidates, version if adapter is None else adapter.version)
         if group.search.done:
             self._end(group)
             return

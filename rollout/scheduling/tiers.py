@@ -40,10 +40,13 @@ class TieredBlocks(PrefixBlocks):
         self._loads: list[HostTransfer] = []
 
     def admit(
-        self, tokens: Sequence[int], swapped: Swapped | None = None
+        self,
+        tokens: Sequence[int],
+        swapped: Swapped | None = None,
+        namespace: int | None = None,
     ) -> tuple[ReqHandle, int] | None:
         try:
-            admitted = super().admit(tokens)
+            admitted = super().admit(tokens, namespace=namespace)
             if admitted is None or swapped is None:
                 return admitted
             handle, computed = admitted
@@ -60,7 +63,7 @@ class TieredBlocks(PrefixBlocks):
         held = self._held[handle]
         if not self._swaps or held.version != self.tiers.version:
             return None
-        hashes = page_hashes(tokens, self.tiers.page_size)
+        hashes = page_hashes(tokens, self.tiers.page_size, held.namespace)
         kept = self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
         page, whole = 0, len(hashes) * self.tiers.page_size
         if kept and whole < len(tokens):
@@ -101,8 +104,8 @@ class TieredBlocks(PrefixBlocks):
     def swapped_pages(self) -> int:
         return self.tiers.lower.private_pages
 
-    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        match = self.tiers.match_prefix(tokens)
+    def _match(self, tokens: Sequence[int], namespace: int | None) -> PrefixMatch:
+        match = self.tiers.match_prefix(tokens, extra_key=namespace)
         if match.loaded:
             self._loads.append(match.transfer)
             self.loaded_tokens += match.loaded

@@ -94,16 +94,17 @@ class WeightStore(WeightPages):
         aliases: dict[str, str],
         dtype: torch.dtype,
         saver: MemorySaver,
-        tag: str = WEIGHTS,
+        arena: Tensor | None = None,
         buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """Allocate the arena; the weights are undefined.
+        """Allocate the arena, unless it is given; the weights are undefined.
 
         `aliases` has the stored name by tied name. `buffers` has the shapes by name of tensors
         other than parameters that files contain. They are fp32, outside of the tag, and zero until
         they are read.
         """
-        arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
+        if arena is None:
+            arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=WEIGHTS)
         params = chain.from_iterable(group.params for group in groups)
         shapes = {param.name: param.whole for param in params}
         manifest = build_manifest(groups, aliases, dtype, saver.offset_of(arena))

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from rollout import Engine, SamplingParams
+from rollout import AdapterSlots, Engine, SamplingParams
 from rollout.ops.chain_product import chain_product
 from rollout.ops.product_probe import define_products, probe_products
 from rollout.ops.row_wise import linear, row_invariant_products
+from tests.helpers.rollout.adapters import write_adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -85,9 +86,17 @@ def engine_of(path: Path, **changes: Any) -> Iterator[Engine]:
     engine.saver.close()
 
 
-def answers(engine: Engine, prompts: list[list[int]], tokens: int = 6) -> list[Any]:
-    greedy = SamplingParams(max_tokens=tokens, temperature=0)
-    return [(out.token_ids, out.logprobs) for (out,) in engine.generate(prompts, greedy)]
+def answers(
+    engine: Engine,
+    prompts: list[list[int]],
+    tokens: int = 6,
+    adapters: list[str | None] | None = None,
+) -> list[Any]:
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=0, adapter=adapter)
+        for adapter in adapters or [None] * len(prompts)
+    ]
+    return [(out.token_ids, out.logprobs) for (out,) in engine.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,6 +117,29 @@ def test_answer_has_same_bits_alone_batched_chunked_and_with_prefix_hits(
         assert answers(engine, prompts) == batched, "with prefix hits"
         assert answers(engine, prompts) == batched, "all but the last token cached"
     assert "depend on the number of rows" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b"])
+def test_answer_of_adapter_has_same_bits_alone_and_among_others(name: str, tmp_path: Path) -> None:
+    describe(name, tmp_path / "model", layers=2)
+    rng, slots = random.Random(0), AdapterSlots(slots=3, rank=32)
+    prompts = [[rng.randrange(1000, 100_000) for _ in range(length)] for length in LENGTHS]
+    named = [(None, "0", "1", "2")[i % 4] for i in range(len(LENGTHS))]
+    answered = []
+    for options in ({}, {"cuda_graphs": False, "max_prefill_tokens": 384}):
+        with engine_of(tmp_path / "model", adapters=slots, **options) as engine:
+            pieces = engine.manifest.slices
+            layers = {p.name: p.global_shape for p in pieces if "_proj.weight" in p.name}
+            for seed in range(3):
+                folder = tmp_path / f"{seed} {len(answered)}"
+                engine.load_adapter(write_adapter(folder, layers, 32 - 8 * seed, seed), str(seed))
+            answered.append(answers(engine, prompts, adapters=named))
+            alone = [
+                answers(engine, [prompt], adapters=[adapter])[0]
+                for prompt, adapter in zip(prompts, named, strict=True)
+            ]
+            assert alone == answered[-1] != answers(engine, prompts)
+    assert answered[0] == answered[1], "with and without graphs, in other chunks"
 
 
 SETTINGS = [

@@ -15,7 +15,7 @@ from kvcache.staging import heads_per_rank
 from rollout.config import DoubleSparsity
 from rollout.model.double_sparsity import decode_sparse
 from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts, MixerConfig, RopeConfig
-from rollout.ops.row_wise import linear, rms_norm
+from rollout.ops.row_wise import rms_norm
 from rollout.ops.torch_attention import Decode, StoredKV, TorchPlan, decode_bucket, torch_attention
 from rollout.ops.triton_attention import TritonPlan, triton_attention
 from rollout.weights.params import ParamGroup, Split, Splits, one, stack
@@ -167,14 +167,14 @@ class Attention:
     def __init__(self, config: AttentionConfig, index: int, parts: LayerParts) -> None:
         self.config = config
         name, store = f"model.layers.{index}.self_attn.", parts.store
-        self._qkv = store.tensor(name + "qkv_proj.weight")
-        self._qkv_bias = store.tensor(name + "qkv_proj.bias") if config.qkv_bias else None
+        bias = store.tensor(name + "qkv_proj.bias") if config.qkv_bias else None
+        self._qkv = parts.product(name + "qkv_proj", bias)
         self._q_norm = store.tensor(name + "q_norm.weight") if config.qk_norm else None
         self._k_norm = store.tensor(name + "k_norm.weight") if config.qk_norm else None
-        self._o = store.tensor(name + "o_proj.weight")
         self._ranks = parts.ranks
         adds_bias = config.o_bias and parts.ranks.rank == 0
-        self._o_bias = store.tensor(name + "o_proj.bias") if adds_bias else None
+        bias = store.tensor(name + "o_proj.bias") if adds_bias else None
+        self._o = parts.product(name + "o_proj", bias)
         self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
         self._rotary = parts.rotary(config.rope)
         kv = LayerKV(parts.pool, index)
@@ -186,7 +186,7 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         config = self.config
-        heads = linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
+        heads = self._qkv(x, batch).view(x.shape[0], -1, config.head_dim)
         q, k, v = heads.split((config.query_rows, config.num_kv_heads, config.num_kv_heads), dim=1)
         if config.output_gate:
             q, gate = q[:, 0::2], q[:, 1::2]
@@ -201,5 +201,5 @@ class Attention:
         out = self._kv.attend(q, at.plan, self._scale)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
-        out = linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
+        out = self._o(out.reshape(x.shape[0], -1), batch)
         return self._ranks.sum(out, self._stage)

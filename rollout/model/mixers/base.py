@@ -17,12 +17,15 @@ from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
 from kvcache.tiers import HostTransfer
 from rollout.config import DoubleSparsity
+from rollout.ops.low_rank import Choice, Factors, add_low_rank
+from rollout.ops.row_wise import linear
 from rollout.ops.torch_attention import BatchShape, TorchPlan
 from rollout.ops.triton_attention import TritonPlan
 from rollout.weights.params import ParamGroup, Splits
 
 if TYPE_CHECKING:
     from rollout.parallel import TensorParallel
+    from rollout.weights.adapters import AdapterPages
     from rollout.weights.store import WeightStore
 
 AttentionPlan = TorchPlan | TritonPlan
@@ -37,6 +40,7 @@ class Batch:
     rows: Tensor  # of each request in the request table, integers [B], on the device
     plan: AttentionPlan
     shape: BatchShape | None = None  # None in a decode step that a CUDA graph captures
+    adapters: Choice | None = None  # of the tokens; None in an engine without adapters
     # The same batch with slots and plan of sliding-window layers; None if all layers use the same.
     sliding: Batch | None = None
     loads: Sequence[HostTransfer] = ()  # a layer waits for them before it reads cached rows
@@ -81,6 +85,7 @@ class LayerParts:
     ranks: TensorParallel
     norm_eps: float  # `ModelConfig.rms_norm_eps`
     zero_centred_norms: bool
+    adapters: AdapterPages | None = None
     _tables: dict[RopeConfig, RotaryTables] = field(default_factory=dict)
 
     def rotary(self, rope: RopeConfig) -> RotaryTables:
@@ -88,6 +93,27 @@ class LayerParts:
         if rope not in self._tables:
             self._tables[rope] = rotary_tables(rope, self.table.max_context_len, self.table.device)
         return self._tables[rope]
+
+    def product(self, name: str, bias: Tensor | None = None) -> Product:
+        """Return the linear layer of a name, such as "model.layers.3.self_attn.o_proj"."""
+        factors = None if self.adapters is None else self.adapters.factors(name)
+        return Product(self.store.tensor(f"{name}.weight"), bias, factors)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer over views of the weight store, with the adapters of its tokens."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+    factors: Factors | None  # None: no adapter has this layer
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the product [T, N] of x [T, K]."""
+        out = linear(x, self.weight, self.bias)
+        if self.factors is None or batch.adapters is None:
+            return out
+        return add_low_rank(out, x, self.factors, batch.adapters)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import memsaver
 import memsaver.compat
+from tests.helpers.rollout.adapters import SHAPES, save_adapter
 from tests.helpers.trainer_bridge.models import write_model
 
 Names = dict[str, Any]
@@ -28,6 +29,17 @@ def _nothing(folder: Path) -> Iterator[Names]:
 def _model(folder: Path) -> Iterator[Names]:
     """Provide the path of a tiny Qwen3 and two prompts."""
     yield {"path": write_model(folder / "model"), "prompts": [[1, 2, 3], [4, 5]]}
+
+
+def _adapters(folder: Path) -> Iterator[Names]:
+    """Provide what `_model` does, and two adapters of the model."""
+    from transformers import AutoModelForCausalLM
+
+    for names in _model(folder):
+        model = AutoModelForCausalLM.from_pretrained(names["path"])
+        for seed, name in enumerate(("math", "code")):
+            save_adapter(folder / "adapters" / name, model, seed, **SHAPES[seed])
+        yield names
 
 
 def _weight_sync(folder: Path) -> Iterator[Names]:
@@ -83,6 +95,7 @@ PRELUDES: dict[str, Prelude] = {
     "README.md": _model,
     "docs/weight-sync.md": _weight_sync,
     "docs/compat.md": _compat,
+    "docs/how-to/adapters.md": _adapters,
     "docs/how-to/decoding.md": _model,
     "docs/how-to/own-loop.md": _model,
     "docs/how-to/other-trainers.md": _other_trainers,

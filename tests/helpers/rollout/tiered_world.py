@@ -49,9 +49,12 @@ class Recorded(TieredBlocks):
         return super().swap_out(handle, tokens) if self.dice.random() < 0.7 else None
 
     def admit(
-        self, tokens: Sequence[int], swapped: Swapped | None = None
+        self,
+        tokens: Sequence[int],
+        swapped: Swapped | None = None,
+        namespace: int | None = None,
     ) -> tuple[ReqHandle, int] | None:
-        admitted = super().admit(tokens, swapped)
+        admitted = super().admit(tokens, swapped, namespace)
         assert admitted is not None
         handle, computed = admitted
         self.admitted.append((handle, list(tokens[:computed])))
