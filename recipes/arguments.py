@@ -12,7 +12,7 @@ from recipes.importing import NamedFunction, absolute_name
 from recipes.loops.grpo import GrpoLoop
 from recipes.loops.loop import Loop
 from recipes.loops.ppo import PpoLoop
-from recipes.setup.pool import SIZES
+from recipes.setup.pool import SIZES, adapter_slots
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from rollout.tag_names import TAGS as ENGINE_TAGS
@@ -95,12 +95,22 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         exact_ranks=recipe.engine.tensor_parallel_size,
         exact_expert_parallel=recipe.engine.expert_parallel,
         seed=recipe.seed,
-        lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
+        lora=lora_config(recipe),
         leaving=leaving_tags(setup),
         loss=policy_loss(recipe),
         reference=recipe.loss.kl_coef > 0,
         **LOOPS[recipe.algorithm].trainer_fields(recipe),
     )
+
+
+def lora_config(recipe: Recipe) -> LoraConfig | None:
+    """Return the adapters of the trainer; None if all parameters are trained."""
+    section = recipe.lora
+    if not section.rank:
+        return None
+    names = ("rank", "alpha", "target_modules")
+    own: dict[str, Any] = {name: getattr(section, name) for name in names}
+    return LoraConfig(**own, served_as=recipe.served_adapter)
 
 
 def policy_loss(recipe: Recipe) -> PolicyLoss:
@@ -138,6 +148,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "fp32_router": recipe.model.fp32_router,
         "exact": setup.decisions.exact,
         "elastic": bool(setup.decisions.overlap),
+        "adapters": adapter_slots(recipe),
         "tiers": KVTiers(host_ratio=ratio, preemption=section.preemption) if ratio else None,
         # A random model's tokenizer has only its task's words: a draw among them would end soon.
         "sample_all_ids": recipe.model.random_init,

@@ -65,11 +65,14 @@ class LoraConfig:
         alpha: Numerator of the scale alpha / rank, positive.
         target_modules: Last name components of the linear layers to adapt, such as ("q_proj",
             "v_proj"). "experts" adapts all matrices of all experts, each with its own adapter.
+        served_as: Name under which rollouts serve the adapter beside the base; their engines need
+            slots of this rank (`rollout.AdapterSlots`). None: a sync merges it into the base.
     """
 
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
+    served_as: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
@@ -81,6 +84,11 @@ class LoraConfig:
             ("rank", whole, "must be a multiple of 8 for adapters of experts"),
             ("alpha", *_POSITIVE),
             ("target_modules", different, "name at least one layer, none twice"),
+            (
+                "served_as",
+                self.served_as is None or "experts" not in self.target_modules,
+                "adapters of experts are merged; use served_as=None",
+            ),
         )
 
     @property

@@ -1,6 +1,8 @@
 """The way of a policy's weights into rollouts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from memsaver import MemorySaver
 from memsaver.errors import StateError
 from memsaver.system.devices import place_of
 from rollout.model import stored_buffers
-from rollout.protocols import ShardedEngine, UpdatableEngine
+from rollout.protocols import ShardedEngine, UpdatableEngine, sync_targets
 from rollout.weights import Manifest
 from trainer_bridge.learning.trainer_model import Model
 from trainer_bridge.models.adapters.lora import Adapters, base_params
@@ -23,8 +25,27 @@ from trainer_bridge.sync.writer import Shards
 from trainer_bridge.tag_names import PARAMS
 
 
+class AdapterTarget:
+    """An adapter of an engine, as the target of a sync: calls name the adapter.
+
+    Args:
+        engine: The engine, or a handle on it.
+        name: Name under which it serves the adapter.
+    """
+
+    def __init__(self, engine: UpdatableEngine, name: str) -> None:
+        self._engine, self._name = engine, name
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(getattr(self._engine, method), adapter=self._name)
+
+
 class PolicySync:
-    """The syncs of one rank's policy, by copies or by aliased pages; owned by its trainer."""
+    """The syncs of one rank's policy, by copies or by aliased pages; owned by its trainer.
+
+    Adapters that engines serve beside the base have a sync of their own. The base, which never
+    changes, is written only into engines that do not have it.
+    """
 
     def __init__(
         self,
@@ -41,6 +62,7 @@ class PolicySync:
         self._buffers = tuple(stored_buffers(policy.module))
         self._shards = Shards(self._named)
         self._sync: WeightSync | None = None
+        self._served: WeightSync | None = None  # of adapters beside the base
         self._alias: PageAlias | None = None
 
     def shards(self) -> dict[str, Tensor]:
@@ -60,6 +82,14 @@ class PolicySync:
         ranks = (config.exact_ranks, config.exact_expert_parallel) if config.exact else None
         shards, place = self._shards.described(), place_of(device)
         self._sync = WeightSync(shards, self._tensors, targets, agreement, place=place, ranks=ranks)
+        if self._adapters is not None and (name := self._adapters.served_as) is not None:
+            if group is not None:
+                rule = "needs engines on the machines of the trainer"
+                raise ValueError(f"LoraConfig.served_as={name!r} {rule}; use served_as=None")
+            factors = Shards(self._factors)
+            engines: Any = [AdapterTarget(target, name) for target in sync_targets(targets)]
+            described = factors.described()
+            self._served = WeightSync(described, factors.tensors, engines, agreement, place=place)
         if self._layout is not None:
             self._alias = PageAlias(self._saver, PARAMS, self._layout, self._sync)
 
@@ -70,6 +100,10 @@ class PolicySync:
             raise StateError(f"{rule}; call connect([engine]) first, on every rank")
         if self._adapters is None:
             return self._sync.sync(version, **options)
+        if self._served is not None:
+            base = None if self._sync.holds() else self._sync.sync(version, **options)
+            receipt = self._served.sync(version, **options)
+            return receipt if base is None else _together(base, receipt)
         names = self._adapters.names if self._sync.holds() else None
         return self._sync.sync(version, names=names, derived=self._adapters.factors(), **options)
 
@@ -83,13 +117,27 @@ class PolicySync:
 
     def close(self) -> None:
         """Unmap the engines' pages."""
-        if self._sync is not None:
-            self._sync.close()
+        for sync in (self._sync, self._served):
+            if sync is not None:
+                sync.close()
 
     def _tensors(self) -> dict[str, Tensor]:
         self._offloader.await_content()
         return self._shards.tensors()
 
+    def _factors(self) -> dict[str, Tensor]:
+        assert self._adapters is not None
+        self._offloader.await_content()
+        return self._adapters.tensors()
+
     def _named(self) -> dict[str, Tensor]:
         # Parameters keep their objects. A buffer can be replaced, so it is looked up each time.
         return self._params | {name: self._policy.module.get_buffer(name) for name in self._buffers}
+
+
+def _together(base: SyncReceipt, adapter: SyncReceipt) -> SyncReceipt:
+    """Return the receipt of a base and of the adapter that was written after it."""
+    summed = "seconds", "verify_seconds", "nbytes", "link_bytes", "node_bytes", "copy_seconds"
+    sums = {name: getattr(base, name) + getattr(adapter, name) for name in summed}
+    stages = {name: base.stages[name] + seconds for name, seconds in adapter.stages.items()}
+    return replace(adapter, digests=base.digests + adapter.digests, stages=stages, **sums)

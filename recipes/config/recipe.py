@@ -112,6 +112,11 @@ class Recipe:
         masters_elsewhere = self.lora.rank or self.trainer.optimizer_offload
         return self.model.dtype if masters_elsewhere else self.trainer.dtype
 
+    @property
+    def served_adapter(self) -> str | None:
+        """Return the name under which the engine serves the adapters; None if none are served."""
+        return "policy" if self.lora.rank and not self.lora.merge else None
+
     def regathers(self, micro_batch_size: int) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
 
@@ -156,7 +161,7 @@ class Recipe:
         """Return why the rollout's probabilities are not quite the trainer's; empty if they are."""
         if self.engine.kv_cache_dtype != "auto":
             return f"engine.kv_cache_dtype={self.engine.kv_cache_dtype}"
-        if self.lora.rank and self.model.dtype != "float32":
+        if self.lora.rank and self.lora.merge and self.model.dtype != "float32":
             return f"adapters merged into {self.model.dtype}"
         return f"engine.kind={self.engine.kind}" if self.engine.hosted else ""
 

@@ -144,7 +144,7 @@ def _of_exact(recipe: Recipe) -> Faults:
     if recipe.engine.kv_cache_dtype != "auto":
         yield "engine.kv_cache_dtype", rounds
     if recipe.lora.rank:
-        yield "lora.rank", f"{rounds}: the engine serves merged adapters"
+        yield "lora.rank", f"{rounds}: the engine computes adapters in another order"
     if recipe.correction_mode != "none":
         yield "correction.mode", f"has nothing to correct with exact={shown(recipe.exact)}"
     if recipe.updates_per_step > 1:
@@ -170,6 +170,11 @@ def _of_training(recipe: Recipe) -> Faults:
         yield "lora.rank", rule, f"set lora.rank={rank + -rank % 8}"
     if len({*layers}) < len(layers):
         yield "lora.target_modules", "names a layer twice"
+    if recipe.served_adapter and "experts" in layers:
+        yield "lora.merge", "must be true for adapters of experts", "set lora.merge=true"
+    if recipe.served_adapter and recipe.cluster.rollout_nodes:
+        rule = f"must be true with cluster.rollout_nodes={recipe.cluster.rollout_nodes}"
+        yield "lora.merge", rule, "set lora.merge=true"
     if recipe.checkpoint.max_restarts and not recipe.checkpoint.every:
         rule = "needs checkpoints to continue from, and checkpoint.every=0"
         yield "checkpoint.max_restarts", rule
@@ -312,6 +317,7 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
         "engine.mem_fraction_static": f"does not account for {name}'s workspaces and graphs",
         "engine.kv_cache_dtype": "is untested",
         "engine.host_to_device_ratio": native,
+        "lora.merge": native,
         "model.fp32_router": native,
         "loop.router_replay": native,
         "cluster.nnodes": "is untested above one machine",
@@ -362,7 +368,8 @@ def idle_keys(recipe: Recipe) -> dict[str, str]:
     if recipe.trainer.schedule == "constant":
         idle["trainer.final_rate"] = "trainer.schedule=constant"
     if recipe.lora.rank == 0:
-        idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
+        keys = ("lora.alpha", "lora.target_modules", "lora.merge")
+        idle |= dict.fromkeys(keys, "lora.rank=0")
     if recipe.model.path is not None:
         named = f"model.path={recipe.model.path}"
         idle |= {"model.shape": named, "model.config": named}

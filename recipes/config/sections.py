@@ -225,13 +225,16 @@ class TrainerSection:
 
 @section
 class LoraSection:
-    """Adapters on a frozen base: base + alpha / rank * B A, merged in the weight sync.
+    """Adapters on a frozen base: base + alpha / rank * B A.
 
     Attributes:
         rank: Rank of the adapters, a multiple of 8 for experts; 0: no adapters, all parameters are
             trained.
         alpha: Scale of the adapters: B A is multiplied by alpha / rank.
         target_modules: Layers with adapters; experts: every expert of a mixture has its own.
+        merge: Whether each sync merges the adapters into the engine's weights, rounded to
+            model.dtype. Otherwise the engine serves them beside the base, and a sync moves them
+            alone; for the native engine, models with plain attention, and no experts.
     """
 
     rank: CountOrZero = 0
@@ -239,6 +242,7 @@ class LoraSection:
     target_modules: Annotated[list[LoraModule], Field(min_length=1)] = Field(
         default_factory=lambda: list(get_args(Dense))
     )
+    merge: bool = True
 
 
 @section

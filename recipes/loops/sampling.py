@@ -161,11 +161,13 @@ def answer(
     """Return the rollout's answers to prompts, `samples` to each, in the order of the prompts."""
     prompt_ids = [problem.prompt_ids.tolist() for _, problem in prompts]
     rendered = decode(setup.tokenizer, prompt_ids)
-    most = setup.recipe.sampling.max_tokens
-    params = [
-        SamplingParams(max_tokens=most, temperature=temperature, n=samples, seed=seed)
-        for seed in seeds
-    ]
+    alike: dict[str, Any] = {
+        "max_tokens": setup.recipe.sampling.max_tokens,
+        "temperature": temperature,
+        "n": samples,
+        "adapter": setup.recipe.served_adapter,
+    }
+    params = [SamplingParams(**alike, seed=seed) for seed in seeds]
     flat: list[tuple[int, Completion]] = []
     for index, group in enumerate(rollout.generate(prompt_ids, params)):
         flat += ((index, completion) for completion in group)

@@ -11,7 +11,7 @@ from kvcache import KVLayout, layout
 from memsaver.ops.layout import round_up
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, one_line, refused, shown
-from rollout import EngineConfig, pool_size
+from rollout import AdapterSlots, EngineConfig, pool_size
 from rollout.config import why_one_size
 from rollout.hosted import HostedBytes
 from rollout.model import ModelConfig
@@ -77,6 +77,14 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
     return tokens
 
 
+def adapter_slots(recipe: Recipe) -> AdapterSlots | None:
+    """Return the engine's room for adapters, of which a new version is written beside the old."""
+    if recipe.served_adapter is None:
+        return None
+    layers = tuple(recipe.lora.target_modules)
+    return AdapterSlots(slots=2, rank=recipe.lora.rank, target_modules=layers)
+
+
 def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> RankBytes:
     """Return the bytes of rank 0 of an engine, which has the most, without a size of its pool.
 
@@ -86,7 +94,7 @@ def engine_rank(recipe: Recipe, model: ModelConfig, longest_prompt: int) -> Rank
     engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
     fields: dict[str, Any] = {name: getattr(engine, name) for name in SIZES}
     longest = longest_prompt + recipe.sampling.max_tokens
-    config = EngineConfig(max_context_len=longest, **fields)
+    config = EngineConfig(max_context_len=longest, adapters=adapter_slots(recipe), **fields)
     rank = RankBytes(model, config, dtype)
     if engine.hosted:
         rank = HostedBytes(model, config, dtype, engine.kind)

@@ -36,6 +36,7 @@ from recipes.tasks.scoring import try_rewards
 from recipes.tasks.task_sources import no_problem, with_problems
 from rollout.model import (
     ModelConfig,
+    adaptable,
     load_hf_config,
     load_model_config,
     longest_context,
@@ -277,6 +278,9 @@ def check_lora(section: LoraSection, model_dir: Path) -> None:
         rule = f"the model has no layers {', '.join(missing)}"
         present = [name for name in LORA_MODULES if name in names]
         raise refused("lora.target_modules", section.target_modules, rule, present)
+    if not section.merge and not adaptable(load_model_config(model_dir)):
+        rule = "needs a model with plain attention"
+        raise refused("lora.merge", False, rule, True)
 
 
 def resolve_device(recipe: Recipe) -> str:

@@ -90,7 +90,6 @@ class Engine(EngineBase, SteppedEngine):
     """
 
     store: WeightStore
-    adapters: ServedAdapters | None = None
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class Engine(EngineBase, SteppedEngine):
         if config.adapters is not None:
             parts = adapter_groups(model, config.adapters, *split)
             pages = AdapterPages(parts, config.adapters.slots, dtype, saver)
-            self.adapters = ServedAdapters(pages, config.adapters.rank)
+            self.adapters = ServedAdapters(pages, config.adapters.rank, saver)
         self._product_report = probe(self.store, groups, model, config, dtype)
         self.cache = Cache(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
@@ -264,7 +263,7 @@ class Engine(EngineBase, SteppedEngine):
                 know of all requests yet. Nothing changed.
             ValueError: The adapter does not fit the slots; see `ServedAdapters.load`.
         """
-        self._own_adapters("load an adapter").load(path, name, self._adapters_in_use())
+        self._settled_adapters("load").load(path, name, self._adapters_in_use())
 
     @held()
     def unload_adapter(self, name: str) -> None:
@@ -277,16 +276,18 @@ class Engine(EngineBase, SteppedEngine):
             ValueError: No adapter has this name.
             StateError: Unfinished requests use it, or as in `load_adapter`. Nothing changed.
         """
-        self._own_adapters("unload an adapter").unload(name, self._adapters_in_use())
+        self._settled_adapters("unload").unload(name, self._adapters_in_use())
 
-    def _own_adapters(self, action: str) -> ServedAdapters:
-        if self.adapters is None:
-            raise StateError(f"cannot {action}: build the engine with adapters=AdapterSlots(...)")
-        self.decisions.require_outside(action)
+    def _settled_adapters(self, action: str) -> ServedAdapters:
+        """Return the adapters when no step is under way, and all ranks know of all requests."""
+        adapters = self._adapters_for(action)
+        self.decisions.require_outside(f"{action} adapters")
         if self.decisions.unsent:
-            raise StateError(f"cannot {action}: other ranks do not know of requests; step first")
-        require_active(self.saver, ADAPTER_SLOTS, action)
-        return self.adapters
+            rule = f"cannot {action} adapters: the other ranks do not know of all requests"
+            raise StateError(f"{rule}; step once, or submit later")
+        require_active(self.saver, ADAPTER_SLOTS, f"{action} adapters")
+        self.drain()
+        return adapters
 
     def _adapters_in_use(self) -> set[ServedAdapter | None]:
         return {sample.adapter for sample in self.scheduler.unfinished}
@@ -459,6 +460,7 @@ class Engine(EngineBase, SteppedEngine):
         shadow: bool = False,
         names: Sequence[str] | None = None,
         in_flight: InFlight = "refuse",
+        adapter: str | None = None,
     ) -> WeightOffer:
         """Offer pages into which a new version can be written; replaces an open update.
 
@@ -473,6 +475,9 @@ class Engine(EngineBase, SteppedEngine):
                 be defined. Tied names count as one. None: all parameters.
             in_flight: What the update means for requests that run now or, with `shadow`, at the
                 commit.
+            adapter: Name of an adapter, which need not be known. The offer is a free slot: requests
+                end under the version that they began with, and `in_flight` decides only where no
+                slot is free but that of the present version.
 
         Returns:
             The offer, with a ticket to the pages.
@@ -487,6 +492,13 @@ class Engine(EngineBase, SteppedEngine):
             OutOfMemory: There is no room for shadow pages.
         """
         check_choice("in_flight", in_flight, InFlight)
+        if adapter is not None:
+            adapters, needed = self._settled_adapters("sync"), self._adapters_in_use()
+            self._in_flight = in_flight
+            present = adapters.present(adapter)
+            return adapters.begin(
+                adapter, version, needed if in_flight == "refuse" else needed - {present}
+            )
         if not shadow:
             self._settle("begin a weight update", in_flight)
         offer = self._update.begin(version, shadow, names)
@@ -496,13 +508,14 @@ class Engine(EngineBase, SteppedEngine):
         return offer
 
     @held()
-    def commit_update(self, version: int) -> UpdateReceipt:
+    def commit_update(self, version: int, adapter: str | None = None) -> UpdateReceipt:
         """Serve the verified version. Addresses do not change.
 
         Shadow pages become the pages of tag `weights`, and the old pages go back to the driver.
 
         Args:
             version: The verified version.
+            adapter: Name of the adapter that is updated; None: the weights.
 
         Returns:
             The version that is served now.
@@ -515,6 +528,11 @@ class Engine(EngineBase, SteppedEngine):
             LeaseError: A process maps the shadow pages or the weights. Nothing changed, and a later
                 call may succeed.
         """
+        if adapter is not None:
+            adapters = self._settled_adapters("sync")
+            receipt = adapters.commit(adapter, version)
+            self.scheduler.serve(adapters.find(adapter), again=self._in_flight == "recompute")
+            return receipt
         self._settle("commit a weight update", self._in_flight)
         receipt = super().commit_update(version)
         self._start_again(self._in_flight)

@@ -8,12 +8,13 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from memsaver import Event, MemorySaver, PoolTicket, Release, Report, Usage
+from memsaver import Event, MemorySaver, PoolTicket, Release, Report, StateError, Usage
 from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
 from memsaver.system.torch_defaults import with_torch_defaults
 from memsaver.types import check_choice
+from rollout.engine.served_adapters import ServedAdapters
 from rollout.engine.step_decisions import StepDecisions
 from rollout.parallel import TensorParallel
 from rollout.tag_names import ADAPTER_SLOTS, KV_CACHE, TAGS, WEIGHTS
@@ -124,10 +125,12 @@ class EngineBase(SaverSide):
 
     Attributes:
         store: The weights.
+        adapters: The adapters; None in an engine without slots.
         tags: Tags on which the engine has memory.
     """
 
     store: WeightPages
+    adapters: ServedAdapters | None = None
     decisions: StepDecisions
     tags: Sequence[str] = TAGS
     _ranks: TensorParallel
@@ -147,30 +150,41 @@ class EngineBase(SaverSide):
         """Return the version that was defined last; 0 after loading."""
         return self.store.last_version
 
-    def served_version(self) -> int | None:
+    def served_version(self, adapter: str | None = None) -> int | None:
         """Return the version of the weights; None while they are undefined.
 
         Weights that sleep with their content kept have a version.
+
+        Args:
+            adapter: Name of an adapter, whose version is meant then.
         """
-        return self.store.version
+        return (
+            self.store.version if adapter is None else self._adapters_for("sync").version(adapter)
+        )
 
     @property
     def manifest(self) -> Manifest:
         """Return the places of all parameters in the arena of the weights."""
         return self.store.manifest
 
-    def weight_layout(self) -> WeightLayout:
+    def weight_layout(self, adapter: str | None = None) -> WeightLayout:
         """Return the places of all parameters, from which `Trainer.connect` plans the sync.
 
         The weights may be asleep.
 
+        Args:
+            adapter: Name of an adapter, whose places are meant then.
+
         Returns:
             The manifest, the device, the shapes of the buffers, and how ranks share the model.
         """
-        buffers = {name: tuple(buffer.shape) for name, buffer in self.store.buffers.items()}
+        store = self.store
+        if adapter is not None:
+            store = self._adapters_for("sync").pages.stores[0]
+        buffers = {name: tuple(buffer.shape) for name, buffer in store.buffers.items()}
         place = place_of(self.saver.device)
         return WeightLayout(
-            manifest=self.manifest,
+            manifest=store.manifest,
             place=place,
             buffers=buffers,
             ranks=self._ranks.size,
@@ -190,12 +204,15 @@ class EngineBase(SaverSide):
         return self.store.digest()
 
     @held()
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+    def write_update(
+        self, boxes: Sequence[PackedBox], data: Tensor, adapter: str | None = None
+    ) -> None:
         """Write boxes into the pages of the open update, for a writer that cannot map them.
 
         Args:
             boxes: Where the elements go, and where they are in `data`.
             data: The message, uint8 on the CPU.
+            adapter: Name of the adapter that is updated; None: the weights.
 
         Raises:
             WeightUpdateError: No update is open, it is verified already, or a box is outside of the
@@ -203,14 +220,15 @@ class EngineBase(SaverSide):
                 the pages, which closes the update.
             StateError: The weights sleep.
         """
-        self._update.write(boxes, data)
+        self._update_of(adapter).write(boxes, data)
 
     @held()
-    def verify_update(self, receipt: WriteReceipt) -> UpdateReceipt:
+    def verify_update(self, receipt: WriteReceipt, adapter: str | None = None) -> UpdateReceipt:
         """Read the written pages back and compare them with the writer's receipt.
 
         Args:
             receipt: The writer's claims, and values of buffers, which the commit copies.
+            adapter: Name of the adapter that is updated; None: the weights.
 
         Returns:
             The digest that was read back.
@@ -222,14 +240,15 @@ class EngineBase(SaverSide):
                 verified already; then nothing changed.
             StateError: The weights sleep.
         """
-        return self._update.verify(receipt)
+        return self._update_of(adapter).verify(receipt)
 
     @held()
-    def commit_update(self, version: int) -> UpdateReceipt:
+    def commit_update(self, version: int, adapter: str | None = None) -> UpdateReceipt:
         """Serve the verified version. Addresses do not change.
 
         Args:
             version: The verified version.
+            adapter: Name of the adapter that is updated; None: the weights.
 
         Returns:
             The version that is served now.
@@ -241,20 +260,35 @@ class EngineBase(SaverSide):
             LeaseError: A process still maps the shadow pages or the weights. Nothing changed; try
                 again.
         """
-        return self._update.commit(version)
+        return self._update_of(adapter).commit(version)
 
     @held()
-    def abort_update(self, reason: str) -> None:
+    def abort_update(self, reason: str, adapter: str | None = None) -> None:
         """End the update without a commit, and give aliased pages back.
 
-        After an update with shadow pages the engine still serves the old version. Otherwise it is
-        poisoned: it refuses to generate until an update commits.
+        After an update with shadow pages, or of an adapter, the engine still serves the old
+        version. Otherwise it is poisoned: it refuses to generate until an update commits.
 
         Args:
             reason: The reason that a poisoned engine reports.
+            adapter: Name of the adapter that is updated; None: the weights.
         """
         self.drain()
-        self._update.abort(reason)
+        if adapter is None:
+            self._update.abort(reason)
+        else:
+            self._adapters_for("abort an update").abort(adapter, reason)
+
+    def _update_of(self, adapter: str | None) -> WeightUpdate:
+        """Return the update of the weights, or the open one of an adapter."""
+        return self._update if adapter is None else self._adapters_for("sync").update(adapter)
+
+    def _adapters_for(self, action: str) -> ServedAdapters:
+        """Return the adapters, or raise a StateError in an engine without slots."""
+        if self.adapters is None:
+            rule = f"cannot {action} adapters: the engine has no slots for them"
+            raise StateError(f"{rule}; build it with adapters=AdapterSlots(...), or merge them")
+        return self.adapters
 
     # ---------------------------------------------------------------- memory
 

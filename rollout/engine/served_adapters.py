@@ -1,12 +1,27 @@
 """The adapters of an engine by name: which version is in which slot, and who still needs it."""
 
-from collections.abc import Iterable
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from memsaver import StateError
+from memsaver import MemorySaver, StateError
+from rollout.errors import WeightUpdateError
 from rollout.model.adapter_params import AdapterFolder
 from rollout.weights.adapters import AdapterPages, ServedAdapter
+from rollout.weights.messages import UpdateReceipt, WeightOffer
+from rollout.weights.update import WeightUpdate
+
+Needed = Set[ServedAdapter | None]
+"""The adapters of unfinished requests."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An update that has not been committed."""
+
+    slot: int
+    update: WeightUpdate
 
 
 class ServedAdapters:
@@ -17,11 +32,13 @@ class ServedAdapters:
     Args:
         pages: The slots.
         rank: Rank of the slots.
+        saver: Saver of the slots.
     """
 
-    def __init__(self, pages: AdapterPages, rank: int) -> None:
-        self._pages, self._rank = pages, rank
+    def __init__(self, pages: AdapterPages, rank: int, saver: MemorySaver) -> None:
+        self.pages, self._rank, self._saver = pages, rank, saver
         self._served: dict[str, ServedAdapter] = {}
+        self._begun: dict[str, _Begun] = {}
         self._keys = count(1)
 
     @property
@@ -40,12 +57,20 @@ class ServedAdapters:
             raise ValueError(f"no adapter is named {name!r}; loaded: {known}; call load_adapter")
         return self._served[name]
 
+    def present(self, name: str) -> ServedAdapter | None:
+        """Return the present version of an adapter, if there is one."""
+        return self._served.get(name)
+
+    def version(self, name: str) -> int | None:
+        """Return the version of an adapter; None while there is none, or its content is lost."""
+        served = self._served.get(name)
+        return None if served is None else self.pages.stores[served.slot - 1].version
+
     def lost(self) -> list[str]:
         """Return the adapters whose content other users of the saver have discarded."""
-        stores = self._pages.stores
-        return [a.name for a in self._served.values() if stores[a.slot - 1].version is None]
+        return [name for name in self._served if self.version(name) is None]
 
-    def load(self, path: str | Path, name: str, needed: Iterable[ServedAdapter | None]) -> None:
+    def load(self, path: str | Path, name: str, needed: Needed) -> None:
         """Load a folder of PEFT as the next version of an adapter.
 
         Args:
@@ -55,22 +80,17 @@ class ServedAdapters:
 
         Raises:
             StateError: All slots are in use. Nothing changed.
-            ValueError: The folder does not fit the slots. Nothing changed, unless the slot of this
-                adapter's last version had to be used, which is then unloaded.
+            ValueError: The folder does not fit the slots. Nothing changed.
         """
         folder, last = AdapterFolder.open(path), self._served.get(name)
+        folder.check(self.pages.shapes, self._rank)
         slot = self._free_slot(name, needed)
-        store = self._pages.stores[slot - 1]
-        folder.check(store.shapes, self._rank)
-        if last is not None and last.slot == slot:
-            del self._served[name]
+        store = self.pages.stores[slot - 1]
         store.load(folder.tensors(store.shapes, self._rank), str(path))
-        version = 0 if last is None else last.version + 1
-        store.define(version)
-        self._pages.scales[slot] = folder.scale
-        self._served[name] = ServedAdapter(name, slot, version, next(self._keys))
+        store.define(0 if last is None else last.version + 1)
+        self._serve(name, slot)
 
-    def unload(self, name: str, needed: Iterable[ServedAdapter | None]) -> None:
+    def unload(self, name: str, needed: Needed) -> None:
         """Forget an adapter, whose slot is free then.
 
         Raises:
@@ -81,12 +101,62 @@ class ServedAdapters:
             raise StateError(f"cannot unload adapter {name!r}: unfinished requests use it")
         del self._served[served.name]
 
-    def _free_slot(self, name: str, needed: Iterable[ServedAdapter | None]) -> int:
+    def begin(self, name: str, version: int, needed: Needed) -> WeightOffer:
+        """Offer a slot for a version of an adapter; this replaces an open update of it.
+
+        The present version is served until the commit, unless its own slot is the only free one.
+
+        Args:
+            name: Name of the adapter, which need not be known.
+            version: Number of the version.
+            needed: The adapters of unfinished requests.
+
+        Raises:
+            StateError: All slots are in use. Nothing changed.
+            ValueError: The version is older than the present one. Nothing changed.
+        """
+        last = self._served.get(name)
+        if last is not None and version < last.version:
+            rule = f"version {version} of adapter {name!r} is older than version {last.version}"
+            raise ValueError(f"{rule}, which is served; use a higher one")
+        self._begun.pop(name, None)
+        slot = self._free_slot(name, needed)
+        store = self.pages.stores[slot - 1]
+        store.last_version = version  # the slot may have had a later version of another adapter
+        update = WeightUpdate(store, self._saver, lambda: None)
+        offer = update.begin(version)
+        self._begun[name] = _Begun(slot, update)
+        return replace(offer, start=(slot - 1) * self.pages.nbytes)
+
+    def update(self, name: str) -> WeightUpdate:
+        """Return the open update of an adapter, or raise a WeightUpdateError."""
+        if name not in self._begun:
+            rule = f"no update of adapter {name!r} is open; call begin_update first"
+            raise WeightUpdateError(rule)
+        return self._begun[name].update
+
+    def commit(self, name: str, version: int) -> UpdateReceipt:
+        """Serve the verified version of an adapter to later requests."""
+        receipt = self.update(name).commit(version)
+        self._serve(name, self._begun.pop(name).slot)
+        return receipt
+
+    def abort(self, name: str, reason: str) -> None:
+        """End an update without a commit."""
+        if (begun := self._begun.pop(name, None)) is not None:
+            begun.update.abort(reason)
+
+    def _serve(self, name: str, slot: int) -> None:
+        version = self.pages.stores[slot - 1].last_version
+        self._served[name] = ServedAdapter(name, slot, version, next(self._keys))
+
+    def _free_slot(self, name: str, needed: Needed) -> int:
         """Return a slot that nobody needs, that of the adapter's last version only at last."""
         busy = {adapter.slot for adapter in needed if adapter is not None}
-        others = {a.slot for a in self._served.values() if a.name != name}
-        slots = range(1, len(self._pages.stores) + 1)
-        free = [slot for slot in slots if slot not in busy | others]
+        busy |= {served.slot for served in self._served.values() if served.name != name}
+        busy |= {begun.slot for other, begun in self._begun.items() if other != name}
+        slots = range(1, len(self.pages.stores) + 1)
+        free = [slot for slot in slots if slot not in busy]
         if not free:
             names = ", ".join(self._served)
             raise StateError(

@@ -1,5 +1,6 @@
 """Decoder models: checkpoint configuration, parameters of each rank, layers."""
 
+from rollout.model.adapter_params import adaptable
 from rollout.model.decoder import (
     ExpertsConfig,
     GatedConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "ModelConfig",
     "Routing",
     "Stored",
+    "adaptable",
     "expert_routing",
     "load_hf_config",
     "load_model_config",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from torch import Tensor
 from rollout.config import AdapterSlots
 from rollout.model.decoder import ModelConfig, all_splits, parameter_groups
 from rollout.model.model_folder import open_checkpoint, read_json
-from rollout.weights.params import ParamGroup, Split, shard_groups, stack
+from rollout.weights.adapters import SCALE
+from rollout.weights.params import Param, ParamGroup, Split, shard_groups
 
 _ADAPTED = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -44,27 +46,35 @@ def adapter_groups(
 ) -> list[ParamGroup]:
     """Return the parameters of an adapter as one tensor-parallel rank stores them.
 
-    A product has a stack of A and one of B, of all layers that it fuses. Ranks share the columns of
-    A and the rows of B as they share columns and rows of the weight. Other arguments are those of
-    `rank_groups`.
+    A product has a stack of A and one of B, of all layers that it fuses; those of layers that no
+    adapter has are zero. Ranks share the columns of A and the rows of B as they share columns and
+    rows of the weight. Other arguments are those of `rank_groups`.
     """
-    wanted, groups = slots.target_modules or adaptable(model), []
+    wanted, groups = {*(slots.target_modules or adaptable(model))}, []
     for group in parameter_groups(model):
         parts, layers = _layers(group)
-        if not {*parts} & {*wanted}:
+        if not {*parts} & wanted:
             continue
-        fused = group.fused or group.params[0].name
-        pairs = [*zip(layers, (param.shape for param in group.params), strict=True)]
-        a = [(f"{layer}.lora_a", (slots.rank, shape[1])) for layer, shape in pairs]
-        b = [(f"{layer}.lora_b", (shape[0], slots.rank)) for layer, shape in pairs]
-        path = fused.removesuffix(".weight")
-        groups += [stack(f"{path}.lora_a", a), stack(f"{path}.lora_b", b)]
+        fused = (group.fused or group.params[0].name).removesuffix(".weight")
+        a, b = [], []
+        for part, layer, param in zip(parts, layers, group.params, strict=True):
+            rows, columns = param.shape
+            a.append(_factor(f"{layer}.lora_a", (slots.rank, columns), part in wanted))
+            b.append(_factor(f"{layer}.lora_b", (rows, slots.rank), part in wanted))
+        groups.append(ParamGroup(params=tuple(a), fused=f"{fused}.lora_a"))
+        groups.append(ParamGroup(params=tuple(b), fused=f"{fused}.lora_b"))
     splits = dict[str, Sequence[Split]]()
     for name, rules in all_splits(model, size, experts).items():
         path = name.removesuffix(".weight")
         splits[f"{path}.lora_a"] = [rule for rule in rules if rule.dim == 1]
         splits[f"{path}.lora_b"] = [rule for rule in rules if rule.dim == 0]
     return shard_groups(groups, splits, rank, size)
+
+
+def _factor(name: str, shape: tuple[int, int], adapted: bool) -> Param:
+    """Return a factor; of a layer without adapters it is zeros, which no file or sync has."""
+    param = Param.of(name, shape)
+    return param if adapted else replace(param, whole=(0, shape[1]), pieces=())
 
 
 def _layers(group: ParamGroup) -> tuple[list[str], list[str]]:
@@ -146,6 +156,7 @@ class AdapterFolder(NamedTuple):
                 yield name, F.pad(file.get_tensor(names[name]), padding)
             else:
                 yield name, torch.zeros(shape)
+        yield SCALE, torch.tensor(self.scale)
 
     def _open(self) -> tuple[Any, dict[str, str]]:
         """Return the open file, and the names of its factors by the engine's names."""

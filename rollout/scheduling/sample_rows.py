@@ -56,14 +56,19 @@ class SampleRows:
         self.seen[row] = self.length[row] = sample.length
         self.limit[row] = len(sample.prompt) + params.max_tokens
         self.on_device[row], self.searching[row] = False, sample.beams is not None
-        self._streamed[row], adapter = sample.stream, sample.adapter
-        self.slot[row] = 0 if adapter is None else adapter.slot
-        self._own_version[row] = 0 if adapter is None else adapter.version
+        self._streamed[row] = sample.stream
+        self.note_adapter(sample)
         self._temperature[row], self._top_k[row] = params.temperature, params.top_k
         self._top_p[row], self._seed[row] = params.top_p, sample.seed
         self._index[row], self._forced[row] = sample.index, len(params.forced)
         self._count_ends(sample, 1)
         sample.rows = self
+
+    def note_adapter(self, sample: Sample) -> None:
+        """Let the next tokens of a sample be those of its adapter."""
+        row, adapter = sample.row, sample.adapter
+        self.slot[row] = 0 if adapter is None else adapter.slot
+        self._own_version[row] = 0 if adapter is None else adapter.version
 
     def end(self, sample: Sample) -> None:
         """End a sample, which gets its new tokens, and free its row."""

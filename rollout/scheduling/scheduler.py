@@ -20,6 +20,7 @@ from rollout.scheduling.beam import Candidates
 from rollout.scheduling.prefix import PrefixBlocks
 from rollout.scheduling.sample_rows import SampleRows
 from rollout.scheduling.samples import BeamGroup, Chunk, EngineStats, Sample, Step
+from rollout.weights.adapters import ServedAdapter
 
 
 class Scheduler:
@@ -363,6 +364,24 @@ class Scheduler:
         """Requeue every running sample, oldest first; cached pages stay."""
         while self.running:
             self.preempt(self.running[-1])
+
+    def serve(self, adapter: ServedAdapter, again: bool) -> None:
+        """Let samples go on under an adapter that was written over theirs.
+
+        With `again`, their keys and values are computed again. Otherwise those that run keep them,
+        and no other sample uses them.
+        """
+        mine = [s for s in self.unfinished if s.adapter and s.adapter.slot == adapter.slot]
+        for sample in mine:
+            sample.adapter = adapter
+            if sample.swapped is not None:
+                self.blocks.forget(sample.swapped)
+                sample.swapped = None
+            if sample.rows is not None:
+                self.rows.note_adapter(sample)
+        for sample in reversed(mine):
+            if again and sample.handle is not None:
+                self.preempt(sample)
 
     def abort(self, samples: Iterable[Sample], reason: FinishReason = "abort") -> None:
         """End unfinished samples with their present answers; continue even if ending one raises."""

@@ -12,6 +12,9 @@ from rollout.tag_names import ADAPTER_SLOTS
 from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore, arena_nbytes
 
+SCALE = "scale"
+"""Name of the buffer of a slot that has the factor of B A."""
+
 
 @dataclass(frozen=True, eq=False)
 class ServedAdapter:
@@ -31,7 +34,7 @@ class ServedAdapter:
 
 
 class AdapterPages:
-    """Adapters of an engine's products: all slots have one layout, one after the other.
+    """Adapters of an engine's products: all slots have one manifest, that of slot 1.
 
     Their content is on tag `adapter_slots`, which keeps it in a sleep.
 
@@ -42,18 +45,23 @@ class AdapterPages:
         saver: Saver of the tag.
 
     Attributes:
+        nbytes: Bytes of a slot.
         stores: The slots, of which number 0 is slot 1.
         scales: fp32 [1 + slots], the factor of each slot's products; slot 0 is none.
+        shapes: Shapes of the factors that an adapter can have, by name.
     """
 
     def __init__(
         self, groups: Sequence[ParamGroup], slots: int, dtype: torch.dtype, saver: MemorySaver
     ) -> None:
-        size = (slots, arena_nbytes(groups, dtype))
-        arena = saver.empty(size, torch.uint8, tag=ADAPTER_SLOTS)
-        self.stores = [WeightStore(groups, {}, dtype, saver, part) for part in arena]
+        self.nbytes = arena_nbytes(groups, dtype)
+        arena = saver.empty((slots, self.nbytes), torch.uint8, tag=ADAPTER_SLOTS)
+        base = saver.offset_of(arena)
+        self.stores = [WeightStore(groups, {}, dtype, saver, part, base) for part in arena]
         self.scales = torch.zeros(1 + slots, device=saver.device)
-        self._stride = size[1] // dtype.itemsize
+        for store, scale in zip(self.stores, self.scales[1:], strict=True):
+            store.buffers[SCALE] = scale
+        self.shapes = {name: shape for name, shape in self.stores[0].shapes.items() if shape[0]}
         self._ends: dict[str, tuple[int, ...]] = {}
         for group in groups[1::2]:
             rows = accumulate(param.shape[0] for param in group.params)
@@ -67,6 +75,7 @@ class AdapterPages:
         first = (self.stores[0].tensor(f"{layer}.{factor}") for factor in ("lora_a", "lora_b"))
         slots = len(self.stores)
         a, b = (
-            part.as_strided((slots, *part.shape), (self._stride, *part.stride())) for part in first
+            part.as_strided((slots, *part.shape), (self.nbytes // part.itemsize, *part.stride()))
+            for part in first
         )
         return Factors(a, b, self._ends[layer])

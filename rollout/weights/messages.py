@@ -159,6 +159,7 @@ class WeightOffer:
         shadow: The pages are a second copy, and the present version is served meanwhile. Otherwise
             the weights are undefined from now on.
         names: Only these parameters will be written; None: all.
+        start: Byte of the tag where the manifest's bytes begin.
     """
 
     version: int
@@ -167,6 +168,7 @@ class WeightOffer:
     ticket: Ticket
     shadow: bool = False
     names: tuple[str, ...] | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ class WeightPages:
     The tensors belong to an engine, which may be another project's.
 
     Attributes:
-        base: Byte of the tag at which `arena` starts.
+        base: Byte of the manifest at which `arena` starts; of the tag, unless the manifest is also
+            that of other arenas.
         param_nbytes: Bytes of the parameters that this rank stores, without padding.
         arena: uint8, all weights with padding, from byte `base` of the tag on.
         shapes: Shapes of the checkpoint's whole parameters, tied ones once, including parameters of
@@ -40,13 +41,15 @@ class WeightPages:
         shapes: Mapping[str, tuple[int, ...]],
         arena: Tensor,
         saver: MemorySaver,
+        base: int | None = None,
     ) -> None:
         """Describe weights that lie on a tag; they are undefined.
 
         `arena` is uint8. It starts at or before the manifest's first slice, and reaches at least to
         the manifest's end.
         """
-        self.tag, self.base = saver.tag_of(arena), saver.offset_of(arena)
+        self.tag = saver.tag_of(arena)
+        self.base = saver.offset_of(arena) if base is None else base
         self.manifest = manifest
         self.param_nbytes = sum(piece.nbytes for piece in manifest.slices)
         self.arena = arena

@@ -95,10 +95,12 @@ class WeightStore(WeightPages):
         dtype: torch.dtype,
         saver: MemorySaver,
         arena: Tensor | None = None,
+        base: int | None = None,
         buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         """Allocate the arena, unless it is given; the weights are undefined.
 
+        Arenas that share a manifest have one `base`, that of the first; see `WeightPages`.
         `aliases` has the stored name by tied name. `buffers` has the shapes by name of tensors
         other than parameters that files contain. They are fp32, outside of the tag, and zero until
         they are read.
@@ -107,8 +109,9 @@ class WeightStore(WeightPages):
             arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=WEIGHTS)
         params = chain.from_iterable(group.params for group in groups)
         shapes = {param.name: param.whole for param in params}
-        manifest = build_manifest(groups, aliases, dtype, saver.offset_of(arena))
-        super().__init__(manifest, shapes, arena, saver)
+        first = saver.offset_of(arena) if base is None else base
+        manifest = build_manifest(groups, aliases, dtype, first)
+        super().__init__(manifest, shapes, arena, saver, base)
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self.shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)

@@ -376,9 +376,10 @@ class WeightSync:
         relayed = set[int]() if self._relay is None else self._relay.targets
         with self._current():
             for number in self._writer.targets | relayed:
-                use = self._kept.use(offers[number].ticket, at_least=offers[number].nbytes)
+                start, nbytes = offers[number].start, offers[number].nbytes
+                use = self._kept.use(offers[number].ticket, at_least=start + nbytes)
                 lease = state.leases.enter_context(use)
-                state.pages[number] = lease.tensor((lease.nbytes,), torch.uint8)
+                state.pages[number] = lease.tensor((lease.nbytes,), torch.uint8)[start:]
 
     def _write(self, state: _Round) -> tuple[dict[int, int], int, tuple[float, float]]:
         """Write this rank's copies.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout import Engine
+from memsaver import StateError
+from rollout import AdapterSlots, Completion, Engine, Output, SamplingParams
+from rollout.engine.stepping import joined
 from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import (
@@ -31,7 +34,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import LoraConfig, PolicyLoss, Trainer
+from trainer_bridge import LoraConfig, PolicyLoss, SequenceBatch, Trainer
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.writer import LowRank
 
@@ -283,6 +286,105 @@ def test_later_syncs_write_only_adapted_weights(
     check(5, whole)
     trainer.connect([engine])  # a new connection does not know of earlier syncs
     check(6, whole)
+
+
+def small_engine(path: str, **changes: Any) -> Engine:
+    layers = ("q_proj", "o_proj", "down_proj")
+    slots = AdapterSlots(**{"slots": 2, "rank": 4, "target_modules": layers, **changes})
+    return Engine.from_pretrained(path, kv_tokens=256, adapters=slots, load_weights=False)
+
+
+def test_served_adapters_are_synced_alone_and_answer_like_the_trainer(
+    model_path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(model_path, lora=dataclasses.replace(LORA, served_as="policy"))
+    engine = small_engine(model_path)
+    trainer.connect([engine])
+    whole = sum(tensor.nbytes for tensor in trainer.shards().values())
+    small = 4 * sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" in name)
+    policy, prompt = SamplingParams(max_tokens=6, ignore_eos=True, adapter="policy"), [3, 1, 4]
+
+    def answer(params: SamplingParams, version: int) -> Completion:
+        ((sample,),) = engine.generate([prompt], params)
+        assert sample.weight_versions == [version] * 6
+        return sample
+
+    def check(version: int, nbytes: int) -> None:
+        trainer.update_actor(make_batch(5, seed=version))
+        receipt = trainer.sync_weights(version)
+        assert receipt.nbytes == nbytes and receipt.merge_lost is None
+        for base, params in ((False, policy), (True, replace(policy, adapter=None))):
+            sample = answer(params, engine.weights_version if base else version)
+            batch = SequenceBatch(prompt_ids=[prompt], response_ids=[sample.token_ids])
+            assert_scores([sample.logprobs], trainer.compute_log_prob(batch, base=base))
+
+    check(1, whole + small)
+    check(2, small)
+    begun = engine.submit(prompt, policy)
+    engine.step()
+    assert trainer.sync_weights(3).nbytes == small
+    versions = [v for o in finish(engine) if o.id == begun for v in o.weight_versions]
+    assert {*versions} == {2}, "a running request keeps its version"
+    engine.sleep(level=1)
+    engine.wake_up()
+    check(4, small)
+    engine.sleep(level=2)
+    engine.wake_up()
+    check(5, whole + small)
+
+
+@pytest.mark.parametrize("how", ["refuse", "recompute", "keep"])
+def test_sync_into_the_only_slot_does_with_running_requests_what_it_is_told(
+    how: Any, model_path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(model_path, lora=dataclasses.replace(LORA, served_as="policy"))
+    engine = small_engine(model_path, slots=1)
+    trainer.connect([engine])
+    trainer.sync_weights(1)
+    prompts = [[3, 1, 4], [1, 5, 9, 2]]
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, adapter="policy")
+    for prompt in prompts:
+        engine.submit(prompt, params)
+    outputs = [*engine.step(), *engine.step()]
+    trainer.update_actor(make_batch(5))
+    if how == "refuse":
+        with pytest.raises(StateError, match="no slot is free for adapter 'policy'"):
+            trainer.sync_weights(2, in_flight=how)
+    else:
+        trainer.sync_weights(2, in_flight=how)
+    answers = [answer for (answer,) in joined([*outputs, *finish(engine)])]
+    for answer in answers:
+        versions = answer.weight_versions
+        assert versions == sorted(versions) and versions[-1] == (1 if how == "refuse" else 2)
+    if how == "recompute":  # what follows the first tokens is the new version's own choice
+        for prompt, answer in zip(prompts, answers, strict=True):
+            old = answer.weight_versions.count(1)
+            ((again,),) = engine.generate([prompt + answer.token_ids[:old]], params)
+            assert again.token_ids[: 6 - old] == answer.token_ids[old:]
+    engine.check_integrity()
+
+
+def finish(engine: Engine) -> list[Output]:
+    outputs = list[Output]()
+    while engine.unfinished:
+        outputs += engine.step()
+    return outputs
+
+
+def test_adapters_that_engines_cannot_serve_are_refused(
+    model_path: str, make_trainer: Make
+) -> None:
+    trainer = make_trainer(model_path, lora=dataclasses.replace(LORA, served_as="policy"))
+    for engine, error, text in (
+        (Engine.from_pretrained(model_path, kv_tokens=64), StateError, "has no slots for them"),
+        (small_engine(model_path, rank=8), ValueError, r"lora_a.*\(4, .*\(8, "),
+        (small_engine(model_path, target_modules=["q_proj"]), ValueError, "down_proj.lora_a"),
+        (small_engine(model_path, target_modules=()), ValueError, "k_proj.lora_a"),
+    ):
+        with pytest.raises(error, match=text):
+            trainer.connect([engine])
+    with pytest.raises(ValueError, match="adapters of experts are merged; use served_as=None"):
+        dataclasses.replace(EXPERTS, served_as="policy")
 
 
 def test_unknown_adapter_targets_are_refused(model_path: str, make_trainer: Make) -> None:

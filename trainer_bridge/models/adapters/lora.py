@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rollout.weights.adapters import SCALE
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.sync.writer import LowRank, scratch_for
@@ -174,13 +175,20 @@ class Adapters:
     """
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
-        self._config = config
+        self._config, self.served_as = config, config.served_as
         self._adapted = adapted_params(model)
         self.names = tuple(self._adapted)  # of the adapted parameters
 
     def factors(self) -> dict[str, LowRank]:
         """Return the factors of this rank's shards by parameter; valid until the next update."""
         return {name: shard_factors(adapter) for name, adapter in self._adapted.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all factors by name, sharded as they are, and the factor of B A."""
+        scale, tensors = self._config.scale, dict[str, Tensor]()
+        for name, (_, a, b, _) in self._adapted.items():
+            tensors |= zip(factor_names(name), (a, b), strict=True)
+        return tensors | {SCALE: torch.tensor(scale)}
 
     def scratch(self) -> Tensor:
         """Allocate the memory in which a sync merges the adapters."""
