@@ -12,11 +12,12 @@ from recipes.importing import NamedFunction, absolute_name
 from recipes.loops.grpo import GrpoLoop
 from recipes.loops.loop import Loop
 from recipes.loops.ppo import PpoLoop
+from recipes.setup.model_decisions import lora_config
 from recipes.setup.pool import SIZES, adapter_slots
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from rollout.tag_names import TAGS as ENGINE_TAGS
-from trainer_bridge import LoraConfig, PolicyLoss, TrainerConfig, open_inprocess, open_ray
+from trainer_bridge import PolicyLoss, TrainerConfig, open_inprocess, open_ray
 from trainer_bridge.coordinator import OnReplaced, Stage
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
@@ -53,9 +54,10 @@ def cycle_arguments(setup: Setup) -> dict[str, Any]:
     """Return the keyword arguments of `Cycle`."""
     recipe, decisions = setup.recipe, setup.decisions
     apart = [] if recipe.cluster.colocate else ENGINE_TAGS  # these engines never sleep
+    served = ["weights"] if decisions.alias and recipe.served_adapter else []  # they never change
     return {
         "sleep_level": recipe.engine.sleep_level,
-        "resident": {*decisions.resident, *apart},
+        "resident": {*decisions.resident, *apart, *served},
         "overlap": decisions.overlap,
         "alias": decisions.alias,
         "hand_over": decisions.hand_over,
@@ -101,16 +103,6 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         reference=recipe.loss.kl_coef > 0,
         **LOOPS[recipe.algorithm].trainer_fields(recipe),
     )
-
-
-def lora_config(recipe: Recipe) -> LoraConfig | None:
-    """Return the adapters of the trainer; None if all parameters are trained."""
-    section = recipe.lora
-    if not section.rank:
-        return None
-    names = ("rank", "alpha", "target_modules")
-    own: dict[str, Any] = {name: getattr(section, name) for name in names}
-    return LoraConfig(**own, served_as=recipe.served_adapter)
 
 
 def policy_loss(recipe: Recipe) -> PolicyLoss:

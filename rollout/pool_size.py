@@ -76,11 +76,16 @@ class RankBytes:
     @cached_property
     def weights(self) -> int:
         sizes = self.config.tensor_parallel_size, self.config.expert_parallel
-        nbytes, slots = arena_nbytes(rank_groups(self.model, 0, *sizes), self.dtype), 0
-        if (adapters := self.config.adapters) is not None:
-            groups = adapter_groups(self.model, adapters, 0, *sizes)
-            slots = adapters.slots * arena_nbytes(groups, self.dtype)
-        return nbytes + slots
+        return arena_nbytes(rank_groups(self.model, 0, *sizes), self.dtype)
+
+    @property
+    def adapter_slots(self) -> int:
+        """Return the bytes of the slots for adapters."""
+        if (adapters := self.config.adapters) is None:
+            return 0
+        sizes = self.config.tensor_parallel_size, self.config.expert_parallel
+        groups = adapter_groups(self.model, adapters, 0, *sizes)
+        return adapters.slots * arena_nbytes(groups, self.dtype)
 
     def kv_cache(self, tokens: int) -> int:
         """Return the bytes of a pool of `tokens` tokens, padding pages and states included."""
@@ -149,7 +154,8 @@ class RankBytes:
         With `filters`, all samples of a step may have top-k or top-p.
         """
         config = self.config
-        fixed = self.weights + self.step(filters=filters) + self.graphs + 2 * _WORKSPACE
+        fixed = self.weights + self.adapter_slots + self.step(filters=filters)
+        fixed += self.graphs + 2 * _WORKSPACE
         longest = config.max_context_len or self.model.max_position_embeddings
         width = max(width for _, width in self.layout.rows.values())
         fixed += (

@@ -110,7 +110,8 @@ class Cycle:
             waits only for the tensors that it reads. Without a critic, optimizer tags return from
             `to_score()` on; with a critic, which scores too, from `to_train()` on.
         alias: The rollout serves the trainer's pages, and returns them when it sleeps, at any
-            level. Open the pair with the same value.
+            level. Where adapters alone are trained, and `resident` names the weights, it serves
+            them for good. Open the pair with the same value.
         hand_over: Memory that leaves goes to the tag that the other side of the device maps next,
             not to the driver; without effect if tags overlap. Both sides must be registered with
             each other (`hand_over_to`), as `open_inprocess` and `open_ray` do.
@@ -146,9 +147,6 @@ class Cycle:
             )
         if unknown := sorted({*overlap}.difference(TRAINED)):
             raise ValueError(f"overlap names {unknown}, but only {', '.join(TRAINED)} can overlap")
-        if alias and WEIGHTS in stays:
-            text = f"resident names {WEIGHTS!r}, but with alias the trainer gets these pages back"
-            raise ValueError(f"{text}; leave it out")
         absent = {*(() if critic else (CRITIC, CRITIC_OPTIM)), *(() if reference else (REFERENCE,))}
         self.state = "train"
         self._alias = alias

@@ -1,5 +1,6 @@
 """The way of a policy's weights into rollouts."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -113,7 +114,17 @@ class PolicySync:
             rule = "alias_weights() needs parameters laid out like the rollout's weights"
             remedy = "create the trainer with layout=engine.manifest, and call connect([engine])"
             raise StateError(f"{rule}; {remedy}")
-        return self._alias.share(version)
+        if self._served is None:
+            return self._alias.share(version)
+        base = None if self._alias.holds() else self._alias.share(version)
+        receipt = self._served.sync(version)
+        return receipt if base is None else _together(base, receipt)
+
+    def end(self) -> None:
+        """Let engines give aliased pages back, and unmap theirs."""
+        if self._alias is not None:
+            self._alias.end()
+        self.close()
 
     def close(self) -> None:
         """Unmap the engines' pages."""
@@ -139,5 +150,6 @@ def _together(base: SyncReceipt, adapter: SyncReceipt) -> SyncReceipt:
     """Return the receipt of a base and of the adapter that was written after it."""
     summed = "seconds", "verify_seconds", "nbytes", "link_bytes", "node_bytes", "copy_seconds"
     sums = {name: getattr(base, name) + getattr(adapter, name) for name in summed}
-    stages = {name: base.stages[name] + seconds for name, seconds in adapter.stages.items()}
-    return replace(adapter, digests=base.digests + adapter.digests, stages=stages, **sums)
+    stages = Counter(base.stages)
+    stages.update(adapter.stages)
+    return replace(adapter, digests=base.digests + adapter.digests, stages=dict(stages), **sums)

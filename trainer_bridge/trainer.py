@@ -64,8 +64,8 @@ class Trainer(SaverSide):
         shard_dims: Dimension by which to shard a parameter, by name, as from `aligned_dims`. Other
             parameters are sharded by dimension 0.
         layout: Manifest of the rollout that `alias_weights` is for. Parameters are laid out on tag
-            `params` like the rollout's weights. Only for one rank, without adapters, and with the
-            rollout's dtypes.
+            `params` like the rollout's weights. Only for one rank with the rollout's dtypes, and
+            not for adapters that are merged.
         runtime: Device and process group to use in place of `config.device` and this process's
             default group.
 
@@ -103,8 +103,9 @@ class Trainer(SaverSide):
         self.saver = saver = saver or MemorySaver(device=runtime.device)
         with contextlib.ExitStack() as undo:
             undo.callback(runtime.close)
-            if layout is not None and (runtime.world > 1 or config.lora):
-                rule = "layout is for one rank, without TrainerConfig.lora"
+            merged = config.lora is not None and config.lora.served_as is None
+            if layout is not None and (runtime.world > 1 or merged):
+                rule = "layout is for one rank, without adapters that are merged"
                 raise ValueError(f"{rule}; omit it, and sync by copies")
             self._offloader = Offloader(saver)
             reserve_offload(config, runtime.world, saver)
@@ -340,7 +341,8 @@ class Trainer(SaverSide):
 
         The new version is served on all ranks or on none. Adapters are merged into the base, and
         each weight is rounded once. Only adapted weights are written if all engines still serve the
-        version of the previous sync.
+        version of the previous sync. With `LoraConfig.served_as`, adapters are written into slots
+        of their own, and the base into engines that do not have it.
 
         Args:
             version: Number of these weights; not lower than that of the last sync.
@@ -364,6 +366,8 @@ class Trainer(SaverSide):
         """Share the trainer's pages with the engines, which then serve them; see `PageAlias.share`.
 
         Until the engines' weights sleep, calls that would change or offload the parameters raise.
+        With adapters the parameters never change, so engines may serve them for good. The adapters
+        are written into slots of the engines, as by `sync_weights`.
 
         Args:
             version: Number of these weights; not lower than that of the last call.
@@ -500,11 +504,11 @@ class Trainer(SaverSide):
     def close(self) -> None:
         """Unmap the rollouts' pages, and end the process group if the trainer opened it.
 
-        The saver stays open.
+        Rollouts give the trainer's pages back, and serve nothing then. The saver stays open.
         """
         self._files.drop()
         self._offloader.close()
-        self._sync.close()
+        self._sync.end()
         self._runtime.close()
 
     def _build_reference(self, shard_dims: Mapping[str, int] | None) -> Policy | None:
@@ -582,6 +586,7 @@ class Trainer(SaverSide):
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or restart")
 
     def _require_unaliased(self, method: str) -> None:
-        if self.saver.leases(PARAMS):
+        """Require that no rollout serves the parameters, unless adapters alone are trained."""
+        if self.config.lora is None and self.saver.leases(PARAMS):
             text = f"{method}() would change parameters that a rollout serves"
             raise StateError(f"{text}; put the rollout's weights to sleep first")

@@ -114,8 +114,22 @@ class Recipe:
 
     @property
     def served_adapter(self) -> str | None:
-        """Return the name under which the engine serves the adapters; None if none are served."""
-        return "policy" if self.lora.rank and not self.lora.merge else None
+        """Return the name under which the engine serves the adapters; None if none are served.
+
+        `prepare` has turned merge=auto into true for models whose adapters must be merged.
+        """
+        merges = self.lora.merge if self.lora.merge != "auto" else bool(self.merged_because)
+        return "policy" if self.lora.rank and not merges else None
+
+    @property
+    def merged_because(self) -> str:
+        """Return the key for which adapters must be merged; empty if there is none."""
+        reasons = {
+            "engine.kind": self.engine.hosted,
+            "lora.target_modules": "experts" in self.lora.target_modules,
+            "cluster.rollout_nodes": bool(self.cluster.rollout_nodes),
+        }
+        return next((key for key, merges in reasons.items() if merges), "")
 
     def regathers(self, micro_batch_size: int) -> int:
         """Return how often a step may gather parameters again for a further micro batch.
@@ -161,7 +175,7 @@ class Recipe:
         """Return why the rollout's probabilities are not quite the trainer's; empty if they are."""
         if self.engine.kv_cache_dtype != "auto":
             return f"engine.kv_cache_dtype={self.engine.kv_cache_dtype}"
-        if self.lora.rank and self.lora.merge and self.model.dtype != "float32":
+        if self.lora.rank and not self.served_adapter and self.model.dtype != "float32":
             return f"adapters merged into {self.model.dtype}"
         return f"engine.kind={self.engine.kind}" if self.engine.hosted else ""
 

@@ -170,11 +170,9 @@ def _of_training(recipe: Recipe) -> Faults:
         yield "lora.rank", rule, f"set lora.rank={rank + -rank % 8}"
     if len({*layers}) < len(layers):
         yield "lora.target_modules", "names a layer twice"
-    if recipe.served_adapter and "experts" in layers:
-        yield "lora.merge", "must be true for adapters of experts", "set lora.merge=true"
-    if recipe.served_adapter and recipe.cluster.rollout_nodes:
-        rule = f"must be true with cluster.rollout_nodes={recipe.cluster.rollout_nodes}"
-        yield "lora.merge", rule, "set lora.merge=true"
+    if rank and recipe.lora.merge is False and (key := recipe.merged_because):
+        rule = f"adapters must be merged with {key}={shown(recipe.value(key))}"
+        yield "lora.merge", rule, "set lora.merge=auto"
     if recipe.checkpoint.max_restarts and not recipe.checkpoint.every:
         rule = "needs checkpoints to continue from, and checkpoint.every=0"
         yield "checkpoint.max_restarts", rule
@@ -317,7 +315,6 @@ def _of_hosted(recipe: Recipe, name: str) -> Faults:
         "engine.mem_fraction_static": f"does not account for {name}'s workspaces and graphs",
         "engine.kv_cache_dtype": "is untested",
         "engine.host_to_device_ratio": native,
-        "lora.merge": native,
         "model.fp32_router": native,
         "loop.router_replay": native,
         "cluster.nnodes": "is untested above one machine",

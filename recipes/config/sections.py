@@ -234,7 +234,8 @@ class LoraSection:
         target_modules: Layers with adapters; experts: every expert of a mixture has its own.
         merge: Whether each sync merges the adapters into the engine's weights, rounded to
             model.dtype. Otherwise the engine serves them beside the base, and a sync moves them
-            alone; for the native engine, models with plain attention, and no experts.
+            alone; for the native engine, models with plain attention, and no experts. auto: only
+            where it must.
     """
 
     rank: CountOrZero = 0
@@ -242,7 +243,7 @@ class LoraSection:
     target_modules: Annotated[list[LoraModule], Field(min_length=1)] = Field(
         default_factory=lambda: list(get_args(Dense))
     )
-    merge: bool = True
+    merge: bool | Literal["auto"] = "auto"
 
 
 @section

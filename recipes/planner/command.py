@@ -28,7 +28,7 @@ from recipes.logs.run_folder import OUTSIDE, check_holds_run, read_json
 from recipes.planner.memory_plan import MemoryPlan, PlanRequest, placed
 from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import GIB, MIB
-from recipes.setup.model_decisions import first_decisions
+from recipes.setup.model_decisions import first_decisions, with_adapters
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import described_model, encoded_tasks
 from recipes.tasks import make_tasks
@@ -92,6 +92,7 @@ def plan_of(recipe: Recipe, name: str, *, gpu: str | None, **how: Any) -> Memory
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), directory)
         request = PlanRequest(name=name, gpu=card, directory=directory, **how)
+        recipe = with_adapters(recipe, directory)
         return plan_with_remedies(recipe, first_decisions(recipe, directory), request)
 
 

@@ -208,7 +208,7 @@ class PlannedTrainer(Trainer):
         self._leaving = self._returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
-        if self.adapters is not None:
+        if self.adapters is not None and self.adapters.served_as is None:
             if self._scratch is None:
                 self._scratch = self.adapters.scratch()
             gather = self.adapters.factors

@@ -19,7 +19,7 @@ from memsaver.ops.layout import round_up
 from memsaver.report import PAGE_POOL
 from recipes.planner.planned_device import PAGE, PlannedDevice
 from rollout import Completion, SamplingParams
-from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.tag_names import ADAPTER_SLOTS, CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 
 class PlannedSaver:
@@ -133,6 +133,7 @@ class EngineSizes:
 
     Attributes:
         weights: Bytes of the weights.
+        adapter_slots: Bytes of slots for adapters, which count as never asleep.
         kv_cache: Bytes of the whole KV pool.
         least: Bytes with which a growing pool wakes.
         wanted: Bytes that running requests use of a growing pool.
@@ -143,6 +144,7 @@ class EngineSizes:
     """
 
     weights: int = 0
+    adapter_slots: int = 0
     kv_cache: int = 0
     least: int = 0
     wanted: int = 0
@@ -231,6 +233,8 @@ class PlannedRollout:
 
     def usage(self) -> Usage:
         tags = self._sizes.tags | {KV_CACHE: self._pool, PAGE_POOL: self._pooled}
+        if self._sizes.adapter_slots:
+            tags[ADAPTER_SLOTS] = self._sizes.adapter_slots
         return _usage(tags, self._asleep, self._torch, self._peak, self._resident)
 
     def take_usage(self) -> Usage:

@@ -14,8 +14,8 @@ from recipes.config.rules import checked
 from recipes.errors import shown
 from recipes.planner.memory_plan import Change, MemoryPlan, PlanRequest, Shortage
 from recipes.planner.switch_plan import plan_switch
-from recipes.setup.model_decisions import first_decisions
-from recipes.setup.preparation import check_lora, check_training
+from recipes.setup.model_decisions import first_decisions, with_adapters
+from recipes.setup.preparation import check_training
 
 _MOST = 3  # largest number of changes that a remedy names
 
@@ -30,11 +30,11 @@ def plan_with_remedies(recipe: Recipe, decisions: Decisions, request: PlanReques
     """
 
     def planned(recipe: Recipe, decisions: Decisions) -> MemoryPlan:
-        check_lora(recipe.lora, request.directory)
         check_training(recipe)
         return plan_switch(recipe, decisions, request)
 
     def replanned(recipe: Recipe, made: Decisions) -> MemoryPlan:
+        recipe = with_adapters(recipe, request.directory)
         present = recipe.present_tags()
         made = dataclasses.replace(
             made,

@@ -128,6 +128,7 @@ def engine_sizes(
     step = dataclasses.replace(rank, config=config).step()
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
+        adapter_slots=round_up(rank.adapter_slots, PAGE),
         kv_cache=round_up(kv_cache, PAGE),
         grows=pool_grows(recipe, rank.layout),
         **_growing(recipe, rank.layout, tokens, prompt_tokens),

@@ -25,6 +25,7 @@ from recipes.planner.recomputation import Work, with_graphs, with_recomputation
 from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
 from recipes.setup.model_decisions import without_moves
+from rollout.tag_names import ADAPTER_SLOTS
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
 # Seconds, measured on H100: to unmap, clear and map a GiB again; to cast, copy and compare a GiB of
@@ -297,6 +298,8 @@ class Switch:
         copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
         copied -= sum(sizes[tag] for tag in [*overlap, *self._ahead(overlap)])
         written = 0 if self.plan.decisions.alias else sizes.get("weights", 0)
+        if self.recipe.served_adapter and "weights" in resident:
+            written = 0  # The base never changes.
         return copied / self.plan.gpu.link + self._remapping(leaves) + written * _SYNCED + _MESSAGES
 
     def _remapping(self, leaves: Collection[str]) -> float:
@@ -310,8 +313,12 @@ class Switch:
 
 
 def _tags(stage: StagePlan) -> dict[str, int]:
-    """Return the bytes by tag, with adapters counted as parameters, because they move together."""
+    """Return the bytes by tag, with adapters counted as parameters, because they move together.
+
+    The slots of the engine's adapters are left out: they move with the weights, or not at all.
+    """
     tags = dict(stage.tags)
+    tags.pop(ADAPTER_SLOTS, None)
     tags[PARAMS] = tags.get(PARAMS, 0) + tags.pop(ADAPTERS, 0)
     return tags
 

@@ -1,19 +1,22 @@
 """Decisions of a run that need no plan: its driver, whether it is exact, and aliases weights."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from recipes.config.decisions import OF_THE_TRAINER, UNPLANNED_SIZE, Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.config.rules import excludes_exact
-from recipes.errors import RecipeError, counted, one_line
-from rollout.model import load_model_config, whole_manifest
+from recipes.config.sections import LORA_MODULES
+from recipes.errors import RecipeError, counted, one_line, refused
+from rollout.model import adaptable, load_model_config, whole_manifest
 from rollout.tag_names import WEIGHTS
-from trainer_bridge import TrainerConfig
+from trainer_bridge import LoraConfig, TrainerConfig
 from trainer_bridge.exact import why_not_exact
-from trainer_bridge.models import FLASH, check_layout
+from trainer_bridge.models import FLASH, check_layout, lora_target_names
 
 UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
 """Line about a micro batch that no plan decided."""
@@ -111,6 +114,39 @@ def _with_alias(decisions: Decisions, recipe: Recipe, model_dir: Path) -> Decisi
     return decisions.decided({"alias": line}, alias=not why)
 
 
+def with_adapters(recipe: Recipe, model_dir: Path) -> Recipe:
+    """Return a recipe that states whether the adapters of this model are merged, if it has any.
+
+    Raises:
+        RecipeError: `lora.target_modules` names layers that the model does not have, or
+            `lora.merge=false` a model whose adapters must be merged.
+    """
+    section = recipe.lora
+    if not section.rank:
+        return recipe
+    names = lora_target_names(str(model_dir))
+    if missing := [name for name in section.target_modules if name not in names]:
+        rule = f"the model has no layers {', '.join(missing)}"
+        present = [name for name in LORA_MODULES if name in names]
+        raise refused("lora.target_modules", section.target_modules, rule, present)
+    with contextlib.suppress(ValueError):  # raised for a model of hosted engines alone
+        if recipe.served_adapter is None or adaptable(load_model_config(model_dir)):
+            return recipe
+    if section.merge is False:
+        raise refused("lora.merge", False, "needs a model with plain attention", "auto")
+    return replace(recipe, lora=replace(section, merge=True))
+
+
+def lora_config(recipe: Recipe) -> LoraConfig | None:
+    """Return the adapters of the trainer; None if all parameters are trained."""
+    section = recipe.lora
+    if not section.rank:
+        return None
+    names = ("rank", "alpha", "target_modules")
+    own: dict[str, Any] = {name: getattr(section, name) for name in names}
+    return LoraConfig(**own, served_as=recipe.served_adapter)
+
+
 def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
     if recipe.engine.hosted:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
@@ -118,17 +154,18 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.cluster.apart:
         return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"
-    if recipe.lora.rank:
+    if recipe.lora.rank and not recipe.served_adapter:
         return "the engine serves merged adapters, not the trainer's pages"
     if recipe.stored_dtype != recipe.model.dtype:
         return f"the trainer's pages are {recipe.stored_dtype}, model.dtype={recipe.model.dtype}"
-    if "weights" in recipe.cycle.named:
+    if "weights" in recipe.cycle.named and not recipe.served_adapter:
         return "cycle.resident names weights, whose pages go back to the trainer"
     config = TrainerConfig(
         model_path=str(model_dir),
         dtype=recipe.trainer.dtype,
         param_dtype=recipe.model.dtype,
         optimizer_offload=recipe.trainer.optimizer_offload,
+        lora=lora_config(recipe),
     )
     try:
         manifest = whole_manifest(load_model_config(model_dir), config.torch_model_dtype)

@@ -16,10 +16,9 @@ import torch
 from recipes.config import rules
 from recipes.config.decisions import Decisions, why_ray
 from recipes.config.recipe import Recipe
-from recipes.config.sections import LORA_MODULES, LoraSection
 from recipes.errors import RecipeError, counted, one_line, refused, shown, writable
 from recipes.importing import import_function
-from recipes.setup.model_decisions import first_decisions
+from recipes.setup.model_decisions import first_decisions, with_adapters
 from recipes.setup.model_files import (
     describe_random_model,
     find_model,
@@ -36,14 +35,12 @@ from recipes.tasks.scoring import try_rewards
 from recipes.tasks.task_sources import no_problem, with_problems
 from rollout.model import (
     ModelConfig,
-    adaptable,
     load_hf_config,
     load_model_config,
     longest_context,
     open_tensors,
 )
 from trainer_bridge.config import INSTALL_OPTIM
-from trainer_bridge.models import lora_target_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,7 @@ def prepare(
     tasks = tasks or make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
-        check_lora(recipe.lora, model_dir)
+        recipe = with_adapters(recipe, model_dir)
         tasks, form = encoded_tasks(recipe, tasks, tokenizer, started)
         longest = max(map(_length, tasks.problems()))
         _check_prompts(recipe, tasks)
@@ -267,20 +264,6 @@ def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
     for key in ("loop.router_replay", "model.fp32_router"):
         if recipe.value(key) and not model.has_experts:
             raise refused(key, True, "the model has no experts to choose", False)
-
-
-def check_lora(section: LoraSection, model_dir: Path) -> None:
-    """Refuse layers in `lora.target_modules` that the model does not have."""
-    if not section.rank:
-        return
-    names = lora_target_names(str(model_dir))
-    if missing := [name for name in section.target_modules if name not in names]:
-        rule = f"the model has no layers {', '.join(missing)}"
-        present = [name for name in LORA_MODULES if name in names]
-        raise refused("lora.target_modules", section.target_modules, rule, present)
-    if not section.merge and not adaptable(load_model_config(model_dir)):
-        rule = "needs a model with plain attention"
-        raise refused("lora.merge", False, rule, True)
 
 
 def resolve_device(recipe: Recipe) -> str:

@@ -574,6 +574,8 @@ class Engine(EngineBase, SteppedEngine):
                 poisoned and has no pages.
         """
         self._settle("alias weights", "refuse")
+        if self.adapters is not None:  # they wake up with the weights, which do not
+            self.saver.resume(ADAPTER_SLOTS)
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
 
     def forget_prefixes(self) -> None:

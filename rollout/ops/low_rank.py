@@ -10,7 +10,7 @@ few tokens would otherwise occupy few multiprocessors. No launch depends on the 
 graph can replay them with others.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -65,38 +65,62 @@ class Choice(NamedTuple):
         return cls(slots, scales, pairs, rows)
 
 
-def add_low_rank(out: Tensor, x: Tensor, factors: Factors, choice: Choice) -> Tensor:
+def low_rank(x: Tensor, factors: Factors, choice: Choice) -> Tensor | None:
+    """Compute A x of each token with an adapter, for `add_low_rank`.
+
+    Args:
+        x: Contiguous [T, K].
+        factors: The adapters of the product.
+        choice: The adapters of the tokens.
+
+    Returns:
+        Its parts fp32 [spans, T, parts * rank], undefined for tokens without adapter; None for the
+        torch path, which needs none.
+    """
+    if choice.pairs is None:
+        return None
+    assert x.is_contiguous()
+    (tokens, depth), width = x.shape, factors.a.shape[1]
+    spans, most = triton.cdiv(depth, SPAN), choice.pairs.blocks.shape[1]
+    wide = x.dtype == torch.float32 or not x.is_cuda
+    low = torch.empty((spans, tokens, width), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _shrink[(most, triton.cdiv(width, 32), spans)](
+            x, factors.a, low, *choice.pairs, most, tokens, depth, width, factors.a.stride(0),
+            SPAN=SPAN, BLOCK_M=choice.rows, BLOCK_N=32, BLOCK_K=32 if wide else 128, WIDE=wide,
+            enable_fp_fusion=wide, num_warps=4,
+        )  # fmt: skip
+    return low
+
+
+def add_low_rank(
+    out: Tensor, x: Tensor, low: Tensor | None, factors: Factors, choice: Choice
+) -> Tensor:
     """Add the adapters of each token to the results of a product, in place.
 
     Args:
         out: Contiguous [T, N].
         x: Contiguous [T, K] of the same dtype.
+        low: Result of `low_rank`.
         factors: The adapters of the product.
         choice: The adapters of the tokens.
 
     Returns:
         `out`.
     """
-    if choice.pairs is None:
+    if low is None or choice.pairs is None:
         return _add_in_torch(out, x, factors, choice)
-    assert out.is_contiguous() and x.is_contiguous()
-    (tokens, depth), (width, rank) = x.shape, (factors.a.shape[1], factors.rank)
-    splits, most = triton.cdiv(depth, SPAN), choice.pairs.blocks.shape[1]
+    assert out.is_contiguous()
+    (spans, tokens, width), most = low.shape, choice.pairs.blocks.shape[1]
     ends = (*factors.ends, *factors.ends[-1:] * 2)[:3]
-    wide = x.dtype == torch.float32 or not x.is_cuda
-    sizes: dict[str, Any] = {"BLOCK_M": choice.rows, "WIDE": wide, "num_warps": 4}
-    low = torch.empty((splits, tokens, width), dtype=torch.float32, device=x.device)
+    starts = (0, *ends[:2])
+    tiles = sum(triton.cdiv(end - start, 64) for start, end in zip(starts, ends, strict=True))
     with torch.cuda.device_of(x):
-        _shrink[(most, triton.cdiv(width, 32), splits)](
-            x, factors.a, low, *choice.pairs, most, tokens, depth, width, factors.a.stride(0),
-            SPAN=SPAN, BLOCK_N=32, BLOCK_K=32 if wide else 128, enable_fp_fusion=wide, **sizes,
-        )  # fmt: skip
-        starts = (0, *ends[:2])
-        tiles = sum(triton.cdiv(end - start, 64) for start, end in zip(starts, ends, strict=True))
         _expand[(most, tiles)](
             low, factors.b, out, choice.scales, *choice.pairs, most, tokens, out.shape[1],
-            factors.b.stride(0), *ends, WIDTH=width, RANK=rank, SPLITS=splits, BLOCK_N=64,
-            BLOCK_R=max(16, triton.next_power_of_2(rank)), enable_fp_fusion=False, **sizes,
+            factors.b.stride(0), *ends, WIDTH=width, RANK=factors.rank, SPLITS=spans,
+            BLOCK_M=choice.rows, BLOCK_N=64, BLOCK_R=max(16, triton.next_power_of_2(factors.rank)),
+            WIDE=x.dtype == torch.float32 or not x.is_cuda, enable_fp_fusion=False, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -49,6 +49,7 @@ class AdapterPages:
         stores: The slots, of which number 0 is slot 1.
         scales: fp32 [1 + slots], the factor of each slot's products; slot 0 is none.
         shapes: Shapes of the factors that an adapter can have, by name.
+        stream: Stream of a GPU for launches beside the products.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class AdapterPages:
         for store, scale in zip(self.stores, self.scales[1:], strict=True):
             store.buffers[SCALE] = scale
         self.shapes = {name: shape for name, shape in self.stores[0].shapes.items() if shape[0]}
+        on_gpu = saver.device.type == "cuda"
+        self.stream = torch.cuda.Stream(saver.device) if on_gpu else None
         self._ends: dict[str, tuple[int, ...]] = {}
         for group in groups[1::2]:
             rows = accumulate(param.shape[0] for param in group.params)

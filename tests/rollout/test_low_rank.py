@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.ops.low_rank import SPAN, Choice, Factors, add_low_rank
+from rollout.ops.low_rank import SPAN, Choice, Factors, add_low_rank, low_rank
 from tests.helpers.case_selection import some
 
 # Triton's interpreter
@@ -49,7 +49,8 @@ def test_kernels_equal_reference(
     results = []
     for impl in ("triton", "torch"):
         choice = Choice.of(chosen, scales, impl)  # type: ignore[arg-type]
-        results.append(add_low_rank(out.clone(), x, factors, choice).float())
+        low = low_rank(x, factors, choice)
+        results.append(add_low_rank(out.clone(), x, low, factors, choice).float())
     # fp32: two sums of at most 3,000 and 64 products of about 1 in another order, with roundings of
     # 2**-24, and a scale of at most 2. bf16: three casts (truncations in the interpreter), each off
     # by at most 2**-7 of its argument, twice that with the scale, of values below 8.
@@ -68,7 +69,8 @@ def test_bits_of_a_token_do_not_depend_on_others(impl: str, device: str) -> None
 
     def computed(at: Tensor) -> Tensor:
         choice = Choice.of(chosen[at], scales, impl)  # type: ignore[arg-type]
-        return add_low_rank(out[at], x[at], factors, choice)
+        low = low_rank(x[at], factors, choice)
+        return add_low_rank(out[at], x[at], low, factors, choice)
 
     everything = torch.arange(len(x), device=device)
     whole = computed(everything)

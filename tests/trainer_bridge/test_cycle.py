@@ -348,15 +348,10 @@ def test_overlap_refuses_tags_that_are_not_trained() -> None:
         pair(World(), overlap=["reference", "optim"], reference=True)
 
 
-def test_resident_refuses_unknown_tags_and_aliased_weights() -> None:
+def test_resident_refuses_unknown_tags() -> None:
     known = "params, optim, critic, critic_optim, reference, weights"
     with pytest.raises(ValueError, match=rf"resident names unknown tags \['kv'\]; known: {known}"):
         pair(World(), resident=["kv", "params"])
-    with pytest.raises(
-        ValueError,
-        match="resident names 'weights', but with alias the trainer gets these pages back",
-    ):
-        pair(World(), alias=True, resident=["weights"])
 
 
 VERBS = ("to_rollout", "to_score", "to_train")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import memsaver
-from rollout import Engine
+from rollout import AdapterSlots, Engine
 from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.ranks import results, start_ranks
@@ -45,7 +45,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Trainer
+from trainer_bridge import CriticConfig, LoraConfig, PolicyLoss, Trainer, TrainerConfig
 from trainer_bridge.models import sharded_model as model_module
 from trainer_bridge.sync.shards import local_shard, shard_box
 
@@ -173,6 +173,25 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     result |= {"hand": hand, "tags": report.tags, "second": third.sync_weights(2)}
     result["synced"] = [weights(engine) for engine in engines]
     return result | {"next": third.update_actor(make_batch(3, seed=9))}
+
+
+def served_adapters(config: TrainerConfig, path: str) -> bool:
+    """Sync adapters of both ranks into a slot; return whether it has all of their factors."""
+    lora = dataclasses.replace(LORA, served_as="policy")
+    trainer = Trainer(dataclasses.replace(config, lora=lora), memsaver.MemorySaver())
+    slots = AdapterSlots(rank=LORA.rank, target_modules=LORA.target_modules)
+    engines = [Engine.from_pretrained(path, kv_tokens=64, adapters=slots)] * (trainer.rank == 0)
+    trainer.connect(engines)
+    trainer.sync_weights(1)
+    learn(trainer)
+    trainer.sync_weights(2)
+    factors = {name: value for name, value in whole(trainer).items() if "lora_" in name}
+    for engine in engines:
+        assert engine.adapters is not None
+        store = engine.adapters.pages.stores[engine.adapters.find("policy").slot - 1]
+        assert_same_bits({name: store.tensor(name) for name in factors}, factors)
+        assert store.buffers["scale"].item() == LORA.scale
+    return all(bool(value.any()) for value in factors.values())
 
 
 def adapted_experts(path: str) -> dict[str, Any]:
@@ -327,6 +346,7 @@ def worker(rank: int, path: str, out: str) -> None:
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
+    result["served"] = served_adapters(trainer.config, path)
     result["streamed"] = streamed(path)
     result["losses"] = losses(path, micro_batch_size=1)
     result["repeated"] = repeated(path)
@@ -475,8 +495,9 @@ def test_adapter_updates_on_two_ranks_match_one(
     path, out, results = two_ranks
     alone = make_trainer(path, **CHANGES, lora=LORA)
     metrics = learn(alone)
-    for result in (result["adapted"] for result in results):
-        assert_learning(result, metrics, bits(alone))
+    for result in results:
+        assert_learning(result["adapted"], metrics, bits(alone))
+        assert result["served"]
     alone.load_checkpoint(str(out / "adapters"))  # the same base, however it is sharded
     assert_same_bits(whole(alone), results[0]["adapted"]["weights"])
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["adapted"]["next"])

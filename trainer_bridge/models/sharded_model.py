@@ -72,7 +72,7 @@ def build_model(
     (`fill_weights`). The shards keep their addresses for good.
 
     `shard_dims` has the dimension to shard, by parameter, if it is not the first (`aligned_dims`).
-    On one rank, the parameters can adopt the `layout` of a rollout's weights.
+    On one rank, the parameters, adapters apart, can adopt the `layout` of a rollout's weights.
 
     The shards lie on `tag`. `critic` replaces the output embedding by a value head with one output
     per token, initially zero. `reference` builds a frozen model in the dtype of forward, because
@@ -96,7 +96,7 @@ def build_model(
 
         make_exact(model, config)
         define_products(model, runtime.device, config)
-    starts = None if layout is None else byte_offsets(layout, dict(model.named_parameters()))
+    starts = None if layout is None else byte_offsets(layout, base_params(model))
     _shard(model, config, runtime.mesh, shard_dims or {})
     _allocate_shards(model, runtime.device, saver, tag, starts)
     if config.optimizer_offload:
@@ -152,7 +152,7 @@ def lora_target_names(model_path: str) -> set[str]:
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
     """Raise a ValueError if this model's parameters cannot be laid out like a rollout's."""
-    byte_offsets(layout, dict(meta_model(config).named_parameters()))
+    byte_offsets(layout, base_params(meta_model(config)))
 
 
 def meta_model(
@@ -327,9 +327,10 @@ def _allocate_shards(
     for on in (tag, ADAPTERS):
         params = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
         specs = [(tuple(local_shard(param).shape), param.dtype) for param in params]
-        places = None if starts is None else [starts[names[param]] for param in params]
+        places = starts if on == tag else None
+        first = None if places is None else [places[names[param]] for param in params]
         if params:
-            memory |= zip(params, side_by_side(specs, saver, on, places), strict=True)
+            memory |= zip(params, side_by_side(specs, saver, on, first), strict=True)
     for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
         for module, name in users:

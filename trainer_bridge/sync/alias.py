@@ -8,6 +8,7 @@ the sync on all ranks: engines that have aliased the pages return them and serve
 engine serves the pages, its lease prevents the trainer from offloading or changing its parameters.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from itertools import chain, product
@@ -38,6 +39,16 @@ class PageAlias:
         self._saver, self._tag, self._layout, self._sync = saver, tag, layout, sync
         self._buffers: dict[str, Tensor] = {}
         self._version: int | None = None
+
+    def holds(self) -> bool:
+        """Return whether all engines serve the pages that were shared last."""
+        return self._sync.served(self._version)
+
+    def end(self) -> None:
+        """Let engines that still serve the pages give them back, before their owner ends."""
+        for target in self._sync.targets if self._saver.leases(self._tag) else ():
+            with contextlib.suppress(Exception):  # The engine may be gone, and its lease with it.
+                target.abort_update("the trainer whose pages it served was closed")
 
     def share(self, version: int) -> SyncReceipt:
         """Serve the current parameters on all targets, from the trainer's pages.

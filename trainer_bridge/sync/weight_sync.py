@@ -214,8 +214,12 @@ class WeightSync:
         return self._holds()
 
     def _holds(self) -> bool:
+        return self.served(self._version)
+
+    def served(self, version: int | None) -> bool:
+        """Return whether all targets serve a version; a collective call of ranks with shards."""
         served = self.agreement.agree(
-            "ask", lambda: {self._version, *(t.served_version() for t in self.targets)}
+            "ask", lambda: {version, *(t.served_version() for t in self.targets)}
         )
         versions = set[int | None]().union(*served)
         return len(versions) == 1 and None not in versions

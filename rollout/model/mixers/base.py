@@ -17,7 +17,7 @@ from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
 from kvcache.tiers import HostTransfer
 from rollout.config import DoubleSparsity
-from rollout.ops.low_rank import Choice, Factors, add_low_rank
+from rollout.ops.low_rank import Choice, Factors, add_low_rank, low_rank
 from rollout.ops.row_wise import linear
 from rollout.ops.torch_attention import BatchShape, TorchPlan
 from rollout.ops.triton_attention import TritonPlan
@@ -96,24 +96,40 @@ class LayerParts:
 
     def product(self, name: str, bias: Tensor | None = None) -> Product:
         """Return the linear layer of a name, such as "model.layers.3.self_attn.o_proj"."""
-        factors = None if self.adapters is None else self.adapters.factors(name)
-        return Product(self.store.tensor(f"{name}.weight"), bias, factors)
+        adapters = self.adapters
+        if adapters is None or (factors := adapters.factors(name)) is None:
+            return Product(self.store.tensor(f"{name}.weight"), bias)
+        return Product(self.store.tensor(f"{name}.weight"), bias, factors, adapters.stream)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer over views of the weight store, with the adapters of its tokens."""
+    """A linear layer over views of the weight store, with the adapters of its tokens.
+
+    On a GPU, the first half of the adapters' work is launched on a stream beside the product. Each
+    use of that stream waits for the work before, so its memory needs no further care.
+    """
 
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
-    factors: Factors | None  # None: no adapter has this layer
+    factors: Factors | None = None  # None: no adapter has this layer
+    stream: torch.cuda.Stream | None = None  # None on a CPU
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the product [T, N] of x [T, K]."""
+        factors, chosen = self.factors, batch.adapters
+        if factors is None or chosen is None:
+            return linear(x, self.weight, self.bias)
+        if self.stream is None:
+            low = low_rank(x, factors, chosen)
+            return add_low_rank(linear(x, self.weight, self.bias), x, low, factors, chosen)
+        current = torch.cuda.current_stream(x.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            low = low_rank(x, factors, chosen)
         out = linear(x, self.weight, self.bias)
-        if self.factors is None or batch.adapters is None:
-            return out
-        return add_low_rank(out, x, self.factors, batch.adapters)
+        current.wait_stream(self.stream)
+        return add_low_rank(out, x, low, factors, chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

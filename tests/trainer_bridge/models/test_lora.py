@@ -294,13 +294,16 @@ def small_engine(path: str, **changes: Any) -> Engine:
     return Engine.from_pretrained(path, kv_tokens=256, adapters=slots, load_weights=False)
 
 
+@pytest.mark.parametrize("alias", [False, True])
 def test_served_adapters_are_synced_alone_and_answer_like_the_trainer(
-    model_path: str, make_trainer: Make
+    alias: bool, model_path: str, make_trainer: Make
 ) -> None:
-    trainer = make_trainer(model_path, lora=dataclasses.replace(LORA, served_as="policy"))
     engine = small_engine(model_path)
+    lora, layout = dataclasses.replace(LORA, served_as="policy"), engine.manifest
+    trainer = make_trainer(model_path, lora=lora, layout=layout if alias else None)
     trainer.connect([engine])
-    whole = sum(tensor.nbytes for tensor in trainer.shards().values())
+    sync = trainer.alias_weights if alias else trainer.sync_weights
+    whole = 0 if alias else sum(tensor.nbytes for tensor in trainer.shards().values())
     small = 4 * sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" in name)
     policy, prompt = SamplingParams(max_tokens=6, ignore_eos=True, adapter="policy"), [3, 1, 4]
 
@@ -311,7 +314,7 @@ def test_served_adapters_are_synced_alone_and_answer_like_the_trainer(
 
     def check(version: int, nbytes: int) -> None:
         trainer.update_actor(make_batch(5, seed=version))
-        receipt = trainer.sync_weights(version)
+        receipt = sync(version)
         assert receipt.nbytes == nbytes and receipt.merge_lost is None
         for base, params in ((False, policy), (True, replace(policy, adapter=None))):
             sample = answer(params, engine.weights_version if base else version)
@@ -320,17 +323,18 @@ def test_served_adapters_are_synced_alone_and_answer_like_the_trainer(
 
     check(1, whole + small)
     check(2, small)
-    begun = engine.submit(prompt, policy)
-    engine.step()
-    assert trainer.sync_weights(3).nbytes == small
-    versions = [v for o in finish(engine) if o.id == begun for v in o.weight_versions]
-    assert {*versions} == {2}, "a running request keeps its version"
-    engine.sleep(level=1)
-    engine.wake_up()
-    check(4, small)
-    engine.sleep(level=2)
-    engine.wake_up()
-    check(5, whole + small)
+    if not alias:
+        begun = engine.submit(prompt, policy)
+        engine.step()
+        assert sync(3).nbytes == small
+        versions = [v for o in finish(engine) if o.id == begun for v in o.weight_versions]
+        assert {*versions} == {2}, "a running request keeps its version"
+    for version, level in ((4, 1), (5, 2)):
+        engine.sleep(level=level)
+        engine.wake_up(["kv_cache"] if alias else None)
+        check(version, whole * (level == 2) + small)
+    served = engine.report().tags["weights"]
+    assert bool(served.aliased_bytes) == alias != bool(served.committed_bytes)
 
 
 @pytest.mark.parametrize("how", ["refuse", "recompute", "keep"])
@@ -417,7 +421,7 @@ def test_calls_that_need_or_exclude_adapters_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="base=True"):
         make_trainer(model_path).compute_log_prob(make_batch(2), base=True)
-    with pytest.raises(ValueError, match="without TrainerConfig.lora; omit it"):
+    with pytest.raises(ValueError, match="without adapters that are merged; omit it"):
         make_trainer(
             model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest
         )
