@@ -14,7 +14,7 @@ from torch import Tensor
 from memsaver.system.replaced import replaced
 from rollout.engine.engine import Engine
 from rollout.model import decoder
-from rollout.model.mixers import attention
+from rollout.model.mixers import attention, base
 from rollout.running import runner
 
 Listener = Callable[[str, Tensor], None]
@@ -50,7 +50,7 @@ def observed(engine: Engine, listen: Listener) -> Iterator[None]:
         return result
 
     with contextlib.ExitStack() as stack:
-        for user in (decoder, attention, runner):
+        for user in (decoder, base, attention, runner):
             used = _WEIGHTS.keys() & vars(user)
             stack.enter_context(replaced(user, **{f: partial(call, _WEIGHTS[f]) for f in used}))
         yield

@@ -279,6 +279,27 @@ BUGS = [
         "for column in range(1, counters.shape[1] - 1):",
     ),
     Bug(
+        "a request reads keys and values of another adapter",
+        "rollout/scheduling/prefix.py",
+        "rollout/test_adapters.py",
+        "        return self.cache.match_prefix(tokens, extra_key=namespace)",
+        "        return self.cache.match_prefix(tokens)",
+    ),
+    Bug(
+        "keys and values of an adapter are cached as those of the base",
+        "rollout/scheduling/prefix.py",
+        "rollout/test_adapters.py",
+        "version=held.version, extra_key=own) // size",
+        "version=held.version) // size",
+    ),
+    Bug(
+        "a new version of an adapter is written over one that requests need",
+        "rollout/engine/served_adapters.py",
+        "rollout/test_adapters.py",
+        "        busy = {adapter.slot for adapter in needed if adapter is not None}",
+        "        busy = set[int]()",
+    ),
+    Bug(
         "an aborted sample keeps its swapped pages on the host",
         "rollout/scheduling/scheduler.py",
         "rollout/test_swap.py",

@@ -232,10 +232,8 @@ class LoraSection:
             trained.
         alpha: Scale of the adapters: B A is multiplied by alpha / rank.
         target_modules: Layers with adapters; experts: every expert of a mixture has its own.
-        merge: Whether each sync merges the adapters into the engine's weights, rounded to
-            model.dtype. Otherwise the engine serves them beside the base, and a sync moves them
-            alone; for the native engine, models with plain attention, and no experts. auto: only
-            where it must.
+        merge: Whether a sync merges the adapters into the engine's weights, rounded to model.dtype.
+            Otherwise the engine serves them beside the base. auto: only where it must.
     """
 
     rank: CountOrZero = 0

@@ -17,7 +17,7 @@ Needed = Set[ServedAdapter | None]
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _OpenSlot:
     """An update that has not been committed."""
 
     slot: int
@@ -38,7 +38,7 @@ class ServedAdapters:
     def __init__(self, pages: AdapterPages, rank: int, saver: MemorySaver) -> None:
         self.pages, self._rank, self._saver = pages, rank, saver
         self._served: dict[str, ServedAdapter] = {}
-        self._begun: dict[str, _Begun] = {}
+        self._begun: dict[str, _OpenSlot] = {}
         self._keys = count(1)
 
     @property
@@ -125,7 +125,7 @@ class ServedAdapters:
         store.last_version = version  # the slot may have had a later version of another adapter
         update = WeightUpdate(store, self._saver, lambda: None)
         offer = update.begin(version)
-        self._begun[name] = _Begun(slot, update)
+        self._begun[name] = _OpenSlot(slot, update)
         return replace(offer, start=(slot - 1) * self.pages.nbytes)
 
     def update(self, name: str) -> WeightUpdate:

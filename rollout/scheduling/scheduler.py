@@ -374,9 +374,7 @@ class Scheduler:
         mine = [s for s in self.unfinished if s.adapter and s.adapter.slot == adapter.slot]
         for sample in mine:
             sample.adapter = adapter
-            if sample.swapped is not None:
-                self.blocks.forget(sample.swapped)
-                sample.swapped = None
+            self._forget_swapped(sample)
             if sample.rows is not None:
                 self.rows.note_adapter(sample)
         for sample in reversed(mine):
@@ -426,6 +424,9 @@ class Scheduler:
         self.ended.append(sample)
         if sample.handle is not None:
             self._release(sample)
+        self._forget_swapped(sample)
+
+    def _forget_swapped(self, sample: Sample) -> None:
         if sample.swapped is not None:
             self.blocks.forget(sample.swapped)
             sample.swapped = None

@@ -1,5 +1,6 @@
 """The engine's weights on their tag, and the updates that replace them."""
 
+from rollout.weights.adapters import SCALE
 from rollout.weights.messages import (
     ArenaBox,
     Manifest,
@@ -15,6 +16,7 @@ from rollout.weights.messages import (
 from rollout.weights.params import held
 
 __all__ = [
+    "SCALE",
     "ArenaBox",
     "Manifest",
     "ModuleTensor",

@@ -21,7 +21,7 @@ from recipes.setup.model_files import TOY_TEMPLATE, describe_random_model, toy_t
 from recipes.setup.pool import engine_rank
 from recipes.setup.preparation import Setup, prepare
 from recipes.tasks.toy import TOY_WORDS
-from rollout import KVTiers
+from rollout import AdapterSlots, KVTiers
 from rollout.config import EngineConfig
 from rollout.model.loading import load_model_config
 from tests.helpers.trainer_bridge.other_trainers import STAND_IN
@@ -120,13 +120,27 @@ def test_arguments_of_trainer_and_engine_follow_the_recipe(
     assert engine_arguments(hosted)["tensor_parallel_size"] == 1
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
-    expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))
-    assert trainer_config(prepare(adapted, tmp_path)).lora == expected
+    expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",), served_as="policy")
+    setup = prepare(adapted, tmp_path)
+    assert trainer_config(setup).lora == expected
+    slots = AdapterSlots(slots=2, rank=2, target_modules=("v_proj",))
+    assert engine_arguments(setup)["adapters"] == slots
 
 
 LAYERS = "layer_types: [linear_attention, full_attention]"
 LINEAR = f"model.config={{model_type: qwen3_next, num_experts: 0, {LAYERS}}}"
 TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
+
+
+@pytest.mark.parametrize("word", ["lora.merge=true", LINEAR])
+def test_adapters_are_merged_where_asked_or_where_the_engine_cannot_serve_them(
+    word: str, tmp_path: Path
+) -> None:
+    chosen = ["lora.rank=2", "lora.target_modules=[o_proj]", word]
+    setup = prepare(recipes.load("tiny", chosen), tmp_path)
+    lora = trainer_config(setup).lora
+    assert lora is not None and lora.served_as is None and setup.recipe.lora.merge is True
+    assert engine_arguments(setup)["adapters"] is None and not setup.decisions.alias
 
 
 @pytest.mark.parametrize(

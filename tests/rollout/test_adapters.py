@@ -94,6 +94,7 @@ def test_requests_keep_their_version_and_new_ones_take_the_next(path: Path, tmp_
         assert answer.token_ids == greedy(models[str(version)], PROMPTS[0], 8)
         assert answer.weight_versions == [version] * 8
     assert engine.adapters is not None and engine.adapters.versions == {"a": 1}
+    check(tiny(0), PROMPTS[:1], engine.generate(PROMPTS[:1], greedily(None)))  # uncached until now
     engine.unload_adapter("a")
     engine.load_adapter(folders["2"], "b")
     with pytest.raises(ValueError, match="no adapter is named 'a'; loaded: b"):

@@ -27,7 +27,8 @@ from trainer_bridge.trainer import Trainer
 
 FP8 = ("engine.kv_cache_dtype=fp8_e4m3", "eval.every=0", "checkpoint.every=0", "steps=2")
 DECOUPLED, BYPASS = "correction.mode=decoupled", "correction.mode=bypass"
-LORA = ("lora.rank=8", "model.dtype=bfloat16")
+SERVED = ("lora.rank=8", "model.dtype=bfloat16")
+LORA = (*SERVED, "lora.merge=true")
 HOSTED = ("device=auto", "engine.kind=vllm")
 
 
@@ -35,7 +36,8 @@ HOSTED = ("device=auto", "engine.kind=vllm")
     ("words", "mode", "said"),
     [
         ((), "none", ""),
-        (("lora.rank=8",), "none", ""),
+        (("lora.rank=8", "lora.merge=true"), "none", ""),
+        (SERVED, "none", ""),
         (("model.dtype=bfloat16",), "none", ""),
         (LORA, "decoupled", "(adapters merged into bfloat16)"),
         (FP8, "decoupled", "token weights, truncated above 2 (engine.kv_cache_dtype=fp8_e4m3)"),

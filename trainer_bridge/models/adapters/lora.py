@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rollout.weights.adapters import SCALE
+from rollout.weights import SCALE
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.sync.writer import LowRank, scratch_for
@@ -176,6 +176,7 @@ class Adapters:
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._config, self.served_as = config, config.served_as
+        self._scale = torch.tensor(config.scale)  # One tensor: a sync keeps tables of addresses.
         self._adapted = adapted_params(model)
         self.names = tuple(self._adapted)  # of the adapted parameters
 
@@ -185,10 +186,10 @@ class Adapters:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all factors by name, sharded as they are, and the factor of B A."""
-        scale, tensors = self._config.scale, dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         for name, (_, a, b, _) in self._adapted.items():
             tensors |= zip(factor_names(name), (a, b), strict=True)
-        return tensors | {SCALE: torch.tensor(scale)}
+        return tensors | {SCALE: self._scale}
 
     def scratch(self) -> Tensor:
         """Allocate the memory in which a sync merges the adapters."""
