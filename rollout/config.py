@@ -293,7 +293,6 @@ class EngineConfig:
             rule = "has other bits than an exact trainer; use exact=False"
             check_option(self, "kv_cache_dtype", self.kv_cache_dtype == "auto", rule)
             check_option(self, "double_sparsity", self.double_sparsity is None, rule)
-            check_option(self, "adapters", self.adapters is None, rule)
         sparse, fp4 = self.double_sparsity is not None, self.kv_cache_dtype == "fp4_e2m1"
         if sparse:
             rule = "has no double sparsity; use attention='torch' or 'auto'"

@@ -298,8 +298,8 @@ class TrainerConfig:
         exact: Compute the policy's forward by the engine's operations, and compare the bits of its
             log-probabilities in updates with `rollout_logprobs`. A difference raises
             `UnequalTokens` before anything changes; "warn" only counts it. For models of the
-            families llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe, without adapters; on a GPU
-            in half precision.
+            families llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe; on a GPU in half
+            precision. Adapters must be served beside the base.
         exact_ranks: With `exact`, the `tensor_parallel_size` of the rollout's engines. The forward
             adds partial sums as these ranks do.
         exact_expert_parallel: With `exact`, the `expert_parallel` of the rollout's engines.
@@ -354,7 +354,7 @@ class TrainerConfig:
         clips = self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf
         wide = (self.param_dtype or self.dtype) == "float32"
         exact = not self.exact or self.device == "cpu" or not wide
-        unmerged = not (self.exact and self.lora)
+        unmerged = not self.exact or self.lora is None or self.lora.served_as is not None
         half = self.param_dtype != "float16" or self.dtype == "float32"
         _check(
             self,

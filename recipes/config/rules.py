@@ -56,6 +56,8 @@ def excludes_exact(recipe: Recipe) -> str:
     excluding = [key for key, *_ in _of_exact(recipe)]
     if recipe.model.dtype == "float32":
         excluding.append("model.dtype")
+    if recipe.lora.rank:  # not measured on a GPU
+        excluding.append("lora.rank")
     if recipe.engine.tensor_parallel_size > 2:  # to add in order, ranks gather all sums
         excluding.append("engine.tensor_parallel_size")
     return next((f"{key}={shown(recipe.value(key))}" for key in excluding), "")
@@ -143,8 +145,8 @@ def _of_exact(recipe: Recipe) -> Faults:
         yield "engine.kind", f"computes other bits than exact={shown(recipe.exact)} promises"
     if recipe.engine.kv_cache_dtype != "auto":
         yield "engine.kv_cache_dtype", rounds
-    if recipe.lora.rank:
-        yield "lora.rank", f"{rounds}: the engine computes adapters in another order"
+    if recipe.lora.rank and not recipe.served_adapter:
+        yield "lora.rank", f"{rounds}: the engine serves merged adapters"
     if recipe.correction_mode != "none":
         yield "correction.mode", f"has nothing to correct with exact={shown(recipe.exact)}"
     if recipe.updates_per_step > 1:

@@ -57,12 +57,36 @@ class Choice(NamedTuple):
             scales: fp32 [1 + slots].
             impl: Implementation; "auto" uses Triton on a GPU.
         """
-        rows = 16 if len(slots) <= 512 else 64
+        rows = _rows(len(slots))
         if not use_triton(impl, slots.device) or not len(slots):
             return cls(slots, scales, None, rows)
         with torch.cuda.device_of(slots):
             pairs = sort_pairs(slots.unsqueeze(1).contiguous(), len(scales) - 1, rows, base=1)
         return cls(slots, scales, pairs, rows)
+
+    @classmethod
+    def of_all(cls, tokens: int, scale: float, device: torch.device, impl: Impl = "auto") -> Self:
+        """Prepare the choice of the only slot for all tokens.
+
+        Args:
+            tokens: Number of tokens.
+            scale: Factor of the slot.
+            device: Device of the tokens.
+            impl: Implementation; "auto" uses Triton on a GPU.
+        """
+        scales, rows = torch.full((2,), scale, device=device), _rows(tokens)
+        numbers = torch.arange(tokens, dtype=torch.int32, device=device)
+        pairs = None
+        if use_triton(impl, device):
+            first = numbers[::rows]
+            blocks = torch.stack([torch.zeros_like(first), first, torch.full_like(first, tokens)])
+            pairs = Pairs(numbers, blocks)
+        return cls(torch.ones_like(numbers), scales, pairs, rows)
+
+
+def _rows(tokens: int) -> int:
+    """Return the tokens of a block."""
+    return 16 if tokens <= 512 else 64
 
 
 def low_rank(x: Tensor, factors: Factors, choice: Choice) -> Tensor | None:
@@ -133,9 +157,14 @@ def _add_in_torch(out: Tensor, x: Tensor, factors: Factors, choice: Choice) -> T
         for down, end in zip(downs, factors.ends, strict=True):
             product = linear(linear(x[tokens], down), factors.b[slot - 1, start:end])
             part = out[:, start:end]
-            part[tokens] = torch.add(part[tokens], product, alpha=scale)
+            part[tokens] = add_scaled(part[tokens], product, scale)
             start = end
     return out
+
+
+def add_scaled(out: Tensor, product: Tensor, scale: float) -> Tensor:
+    """Return out + scale * product, computed in fp32 and rounded once."""
+    return (out.float() + product.float() * scale).to(out.dtype)
 
 
 @triton.jit(do_not_specialize=["most", "tokens"])

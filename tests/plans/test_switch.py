@@ -195,8 +195,13 @@ def test_switch_lines_name_resident_and_leaving_tags_with_reasons() -> None:
 
 @pytest.mark.parametrize(
     ("more", "alias"),
-    [([], True), (["lora.rank=4"], False), (["trainer.dtype=bfloat16"], False)],
-    ids=["alike", "adapters", "another dtype"],
+    [
+        ([], True),
+        (["lora.rank=4"], True),
+        (["lora.rank=4", "lora.merge=true"], False),
+        (["trainer.dtype=bfloat16"], False),
+    ],
+    ids=["alike", "adapters", "merged adapters", "another dtype"],
 )
 def test_alias_on_one_device_needs_pages_of_the_models_dtype(
     more: list[str], alias: bool, tmp_path: Path

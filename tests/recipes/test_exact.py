@@ -62,7 +62,7 @@ def test_resumed_run_ends_with_the_same_bits(make_run: MakeRun, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("lora.rank=8", "lora.rank=8: rounds, and exact=true compares bits"),
+        ("lora.rank=8 lora.merge=true", "lora.rank=8: rounds, and exact=true compares bits"),
         ("engine.kv_cache_dtype=fp8_e4m3", "engine.kv_cache_dtype=fp8_e4m3: rounds"),
         ("engine.kind=vllm", "engine.kind=vllm: computes other bits than exact=true promises"),
         ("loop.epochs=2", "loop.epochs=2: excludes exact=true"),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from memsaver import StateError
-from rollout import AdapterSlots, Engine, EngineConfig, KVTiers, Output, SamplingParams
+from rollout import AdapterSlots, Engine, KVTiers, Output, SamplingParams
 from rollout.engine.stepping import joined
 from rollout.tag_names import ADAPTER_SLOTS
 from tests.helpers.case_selection import rounds, some
@@ -169,8 +169,6 @@ def test_adapters_that_an_engine_cannot_have_are_refused(path: Path, saved: Save
             Engine.from_pretrained(saved(kind, **changes)[0], adapters=SLOTS)
     with pytest.raises(ValueError, match="target_modules=.*lm_head.* cannot have; it can:"):
         Engine.from_pretrained(path, adapters=AdapterSlots(target_modules=("lm_head",)))
-    with pytest.raises(ValueError, match="other bits than an exact trainer"):
-        EngineConfig(adapters=SLOTS, exact=True)
     for wrong in ({"slots": 0}, {"rank": 0}):
         with pytest.raises(ValueError):
             AdapterSlots(**wrong)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memsaver.system.replaced import replaced
 from rollout.model import ExpertsConfig, ModelConfig, load_model_config
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.models.adapters.lora import expert_layers
+from trainer_bridge.models.adapters.lora import LoraLinear, expert_layers
 from trainer_bridge.models.moe import Routed, expert_routers
 from trainer_bridge.models.packing import Packing
 from trainer_bridge.ops import exact
@@ -82,7 +82,8 @@ def make_exact(model: Any, config: TrainerConfig) -> None:
 
 def _layers(model: Any) -> list[tuple[str, nn.Linear]]:
     named = model.get_decoder().named_modules()
-    return [(name, module) for name, module in named if type(module) is nn.Linear]
+    kinds = nn.Linear, LoraLinear
+    return [(name, module) for name, module in named if type(module) in kinds]
 
 
 def _refusal(why: str) -> ValueError:
@@ -130,7 +131,10 @@ def exact_attention(
 
 
 def _linear(layer: nn.Linear, ranks: int, x: Tensor) -> Tensor:
-    return exact.linear(x, layer.weight, layer.bias, ranks)
+    adapter = None
+    if isinstance(layer, LoraLinear) and layer.adapted:
+        adapter = exact.LinearAdapter(layer.lora_a, layer.lora_b, layer.scale)
+    return exact.linear(x, layer.weight, layer.bias, ranks, adapter)
 
 
 def _rotary(frequencies: Tensor, scale: float, x: Tensor, position_ids: Tensor) -> Any:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from memsaver.memory import empty_torch_cache
 from memsaver.system.devices import Impl, use_triton
 from rollout.ops.experts import expert_products, weighted_sum
+from rollout.ops.low_rank import Choice, Factors, add_low_rank, add_scaled, low_rank
 from rollout.ops.product_probe import define_products as define_engine_products
 from rollout.ops.product_probe import is_probed
 from rollout.ops.routing import Routing
@@ -56,27 +57,56 @@ def define_products(
     empty_torch_cache(device)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int = 1) -> Tensor:
-    """Multiply x [..., K] by the transposed weight [N, K], and add the bias [N].
+class LinearAdapter(NamedTuple):
+    """An adapter of a linear layer, which adds scale * B (A x)."""
+
+    a: Tensor  # [rank, K]
+    b: Tensor  # [N, rank]
+    scale: float
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ranks: int = 1,
+    adapter: LinearAdapter | None = None,
+) -> Tensor:
+    """Multiply x [..., K] by the transposed weight [N, K], add the bias [N] and the adapter.
 
     The product is that of tensor-parallel ranks that share the inner dimension: each rounds its
-    part, the first adds the bias, and the parts are added in order.
+    part with its part of the adapter, the first adds the bias, and the parts are added in order.
     """
     rows = x.reshape(-1, x.shape[-1])
     if ranks == 1:  # a chunk's gradient is a copy, also of a single chunk
-        out = _product(rows, weight, bias)
+        out = _product(rows, weight, bias, adapter)
     else:
         biases = bias, *[None] * (ranks - 1)
-        shares = zip(rows.chunk(ranks, -1), weight.chunk(ranks, -1), biases, strict=True)
+        adapters: Sequence[LinearAdapter | None] = [None] * ranks
+        if adapter is not None:
+            adapters = [adapter._replace(a=part) for part in adapter.a.chunk(ranks, -1)]
+        shares = zip(rows.chunk(ranks, -1), weight.chunk(ranks, -1), biases, adapters, strict=True)
         out = add_parts(starmap(_product, shares))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, adapter: LinearAdapter | None = None
+) -> Tensor:
     """Multiply x [T, K] by the transposed weight [N, K], by the library or by `chain_product`."""
     if product_key(weight, bias, False) in chained:
-        return _Product.apply(x, weight, bias, False)
-    return engine_linear(x, weight, bias)
+        out = _Product.apply(x, weight, bias, False)
+    else:
+        out = engine_linear(x, weight, bias)
+    return out if adapter is None else add_adapter(out, x, adapter)
+
+
+def add_adapter(out: Tensor, x: Tensor, adapter: LinearAdapter, impl: Impl = "auto") -> Tensor:
+    """Add an adapter of x [T, K] to the product [T, N], which may be overwritten."""
+    a, b, scale = adapter
+    if x.is_meta or not use_triton(impl, x.device):
+        return add_scaled(out, engine_linear(engine_linear(x, a), b), scale)
+    return _AddAdapter.apply(impl, scale, out, x, a, b)
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
@@ -249,6 +279,28 @@ class _Product(torch.autograd.Function):
             grad.sum(0) if to_bias else None,
             None,
         )
+
+
+class _AddAdapter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, impl: Impl, scale: float, *inputs: Tensor) -> Tensor:
+        out, x, a, b = (part.contiguous() for part in inputs)
+        factors = Factors(a.unsqueeze(0), b.unsqueeze(0), (len(b),))
+        choice = Choice.of_all(len(x), scale, x.device, impl)
+        parts = low_rank(x, factors, choice)
+        assert parts is not None
+        low = add_parts(parts.unbind()).to(x.dtype)
+        ctx.save_for_backward(x, a, b, low)
+        ctx.scale = scale
+        return add_low_rank(out.clone(), x, parts, factors, choice)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, a, b, low = ctx.saved_tensors
+        slope = grad * ctx.scale
+        to_low = slope @ b
+        return None, None, grad, to_low @ a, to_low.t() @ x, slope.t() @ low
 
 
 class _Route(torch.autograd.Function):
