@@ -22,7 +22,8 @@ from rollout.weights.messages import (
 class UpdatableEngine(Protocol):
     """An engine whose weights can be replaced in place.
 
-    `Engine` documents the methods in full, and `rollout/weights/update.py` their legal order.
+    `Engine` documents the methods in full, and `rollout/weights/update.py` their legal order. An
+    engine with slots for adapters also takes `adapter`, the name of the one that is meant.
     """
 
     def weight_layout(self) -> WeightLayout:

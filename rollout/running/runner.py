@@ -205,9 +205,9 @@ class ModelRunner:
         """Send the slots of rows that have new samples."""
         rows = rows[self._rows.slot[rows] != self._told_slots[rows]]
         if len(rows):
-            self._told_slots[rows] = self._rows.slot[rows]
-            places, slots = to_device(np.stack([rows, self._told_slots[rows]]), self.device)
+            places, slots = to_device(np.stack([rows, self._rows.slot[rows]]), self.device)
             self.slots.index_copy_(0, places, slots)
+            self._told_slots[rows] = self._rows.slot[rows]
 
     def _choice(self, rows: Int64Array | Tensor) -> Choice | None:
         """Return the adapters of tokens of these rows."""

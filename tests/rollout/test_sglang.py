@@ -123,6 +123,7 @@ def test_unsupported_requests_and_updates_are_refused(
         answers(rollout, SamplingParams(max_tokens=127))
     for wrong, words in {
         SamplingParams(beam_width=2): "beam_width=2: SGLang only samples",
+        SamplingParams(adapter="a"): "adapter=.a.: SGLang serves merged",
         SamplingParams(ignore_eos=True, stop_token_ids=(3,)): "would ignore stop_token_ids",
     }.items():
         with pytest.raises(ValueError, match=words):

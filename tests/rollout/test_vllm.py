@@ -149,6 +149,7 @@ def test_sampling_parameters_with_other_log_probs_are_refused() -> None:
         SamplingParams(top_p=0.9): "top_k=0 and top_p=1",
         SamplingParams(temperature=0.005): "at least 0.01",
         SamplingParams(beam_width=2): "beam_width=2: vLLM only samples",
+        SamplingParams(adapter="a"): "adapter=.a.: vLLM serves merged",
         SamplingParams(forced=(2,)): r"forced=\(2,\): vLLM only samples",
     }.items():
         with pytest.raises(ValueError, match=words):

@@ -368,6 +368,40 @@ def test_sync_into_the_only_slot_does_with_running_requests_what_it_is_told(
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("stage", ["begin_update", "verify_update", "commit_update"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_failed_sync_leaves_the_last_version_where_it_has_a_slot_of_its_own(
+    stage: str, slots: int, model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(model_path, lora=dataclasses.replace(LORA, served_as="policy"))
+    engine = small_engine(model_path, slots=slots)
+    trainer.connect([engine])
+    trainer.sync_weights(1)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, adapter="policy")
+    before = engine.generate([[3, 1, 4]], params)
+    trainer.update_actor(make_batch(5))
+    call = getattr(engine, stage)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if options.get("adapter") is None:
+            return call(*args, **options)
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(engine, stage, fails)
+    with pytest.raises(RuntimeError, match="a fault"):
+        trainer.sync_weights(2)
+    monkeypatch.undo()
+    if slots == 2 or stage == "begin_update":
+        assert engine.generate([[3, 1, 4]], params) == before
+    else:
+        with pytest.raises(StateError, match="adapters were discarded: policy"):
+            engine.generate([[3, 1, 4]], params)
+    trainer.sync_weights(3)
+    ((answer,),) = engine.generate([[3, 1, 4]], params)
+    assert answer.weight_versions == [3] * 4
+    engine.check_integrity()
+
+
 def finish(engine: Engine) -> list[Output]:
     outputs = list[Output]()
     while engine.unfinished:
