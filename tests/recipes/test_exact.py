@@ -24,7 +24,12 @@ MIXTURE += "model.config.num_experts_per_tok=2 model.config.moe_intermediate_siz
 MIXTURE += "model.dtype=bfloat16 trainer.router_aux_loss_coef=0.001 loop.router_replay=true"
 
 
-@pytest.mark.parametrize("words", ["model.dtype=float32", "model.dtype=bfloat16", MIXTURE])
+ADAPTERS = "lora.rank=8 cycle.alias=always model.dtype=bfloat16 trainer.learning_rate=0.01"
+
+
+@pytest.mark.parametrize(
+    "words", ["model.dtype=float32", "model.dtype=bfloat16", MIXTURE, ADAPTERS]
+)
 def test_every_step_is_exact(words: str, make_run: MakeRun) -> None:
     steps = rows(make_run("tiny", *SMALL, *words.split()), "train")
     assert len(steps) == 3
@@ -32,6 +37,13 @@ def test_every_step_is_exact(words: str, make_run: MakeRun) -> None:
         assert row["unequal_tokens"] == row["mismatch_max"] == 0 < row["grad_norm"]
         assert "compute_log_prob" not in row["stages"]
     assert steps[0].get("mismatch_max_unreplayed", 0) == 0
+
+
+def test_steps_of_adapters_move_adapters_alone_and_keep_one_base(make_run: MakeRun) -> None:
+    for row in rows(make_run("tiny", *SMALL, *ADAPTERS.split()), "train"):
+        held = row["memory"]["rollout"]
+        assert row["sync"]["nbytes"] == held["adapters"] // 2 < held["params"]  # fp32 to bf16
+        assert held["weights"] == 0 < held["adapter_slots"] and "merge_lost" not in row["sync"]
 
 
 @pytest.mark.parametrize(
