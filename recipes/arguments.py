@@ -98,6 +98,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         exact_expert_parallel=recipe.engine.expert_parallel,
         seed=recipe.seed,
         lora=lora_config(recipe),
+        replicate=setup.decisions.alias and recipe.cluster.size > 1,
         leaving=leaving_tags(setup),
         loss=policy_loss(recipe),
         reference=recipe.loss.kl_coef > 0,

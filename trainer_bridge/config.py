@@ -288,6 +288,9 @@ class TrainerConfig:
         threads: Torch threads on the CPU; None leaves torch's default.
         device: "cpu", "cuda" or "cuda:N".
         seed: Seed of torch's generator, set once when the trainer is built, and of random weights.
+        replicate: Keep all parameters on every rank, which then gathers nothing, and add up the
+            gradients of the adapters alone. Engines can serve such parameters (`layout`). For
+            adapters, without a critic.
         lora: Train adapters, in `dtype`. All other parameters are frozen and stored in
             `param_dtype`.
         optimizer: Either adamw, or adamw_8bit, which stores moments in 8 bits (`AdamW8bit`) and
@@ -333,6 +336,7 @@ class TrainerConfig:
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0
+    replicate: bool = False
     lora: LoraConfig | None = None
     optimizer: Optimizer = "adamw"
     optimizer_offload: bool = False
@@ -355,6 +359,7 @@ class TrainerConfig:
         wide = (self.param_dtype or self.dtype) == "float32"
         exact = not self.exact or self.device == "cpu" or not wide
         unmerged = not self.exact or self.lora is None or self.lora.served_as is not None
+        adapters_alone = not self.replicate or (self.lora is not None and self.critic is None)
         half = self.param_dtype != "float16" or self.dtype == "float32"
         _check(
             self,
@@ -382,6 +387,7 @@ class TrainerConfig:
                 f"must divide exact_ranks={self.exact_ranks}",
             ),
             ("exact", self.exact in (False, True, "warn"), "use False, True or 'warn'"),
+            ("replicate", adapters_alone, "is for adapters, without a critic"),
             ("exact", unmerged, "excludes adapters, which are merged rounded"),
             ("exact", exact, "needs param_dtype='bfloat16' or 'float16' on a GPU"),
             ("leaving", set(TRAINER_TAGS).issuperset, f"use only {', '.join(TRAINER_TAGS)}"),

@@ -146,7 +146,9 @@ def open_ray(
         colocate=colocate,
         engine_size=arguments.get("tensor_parallel_size", 1),
     )
-    if alias and not (placement.alone and colocate):
+    whole = placement.alone or (trainer.replicate and placement.engine_size == 1)
+    whole = whole and len(placement.engines) == len(placement.trainers)
+    if alias and not (whole and colocate):
         text = f"alias=True needs one device, with both ranks, not {placement.size}"
         raise ValueError(f"{text}; sync by copies (alias=False)")
     with contextlib.ExitStack() as undo:

@@ -65,7 +65,7 @@ class Trainer(SaverSide):
             parameters are sharded by dimension 0.
         layout: Manifest of the rollout that `alias_weights` is for. Parameters are laid out on tag
             `params` like the rollout's weights. Only for one rank with the rollout's dtypes, and
-            not for adapters that are merged.
+            not for adapters that are merged; for several with `TrainerConfig.replicate`.
         runtime: Device and process group to use in place of `config.device` and this process's
             default group.
 
@@ -97,18 +97,19 @@ class Trainer(SaverSide):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        self._runtime = runtime = runtime or Runtime.open(config.device)
+        self._runtime = runtime = runtime or Runtime.open(config.device, config.replicate)
         runtime.keep_unsharded = config.keep_unsharded
         self.device, self.rank = runtime.device, runtime.rank
         self.saver = saver = saver or MemorySaver(device=runtime.device)
         with contextlib.ExitStack() as undo:
             undo.callback(runtime.close)
             merged = config.lora is not None and config.lora.served_as is None
-            if layout is not None and (runtime.world > 1 or merged):
-                rule = "layout is for one rank, without adapters that are merged"
+            ranks = runtime.mesh.size()
+            if layout is not None and (ranks > 1 or merged):
+                rule = "layout is for ranks with all parameters, without adapters that are merged"
                 raise ValueError(f"{rule}; omit it, and sync by copies")
             self._offloader = Offloader(saver)
-            reserve_offload(config, runtime.world, saver)
+            reserve_offload(config, ranks, saver)
             self.reference = self._build_reference(shard_dims)
             self.policy = self._build_policy(shard_dims=shard_dims, layout=layout)
             self.critic = self._build_critic()

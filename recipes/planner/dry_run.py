@@ -359,7 +359,8 @@ def planned_trainer(
     device = PlannedDevice(workspace_bytes, caches)
     if recipe.trainer.optimizer == "adamw_8bit":
         code_tables()  # An import on the planned device would leave tensors without content.
-    with _alone_among(recipe.cluster.size) as mesh, device, _frozen():
+    ranks = 1 if decisions.alias else recipe.cluster.size  # aliased pages have whole parameters
+    with _alone_among(ranks) as mesh, device, _frozen():
 
         def make_setup(decisions: Decisions) -> Setup:
             return _setup(recipe, decisions, directory, prompt_tokens)

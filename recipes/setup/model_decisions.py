@@ -150,7 +150,9 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
 def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
     if recipe.engine.hosted:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
-    if recipe.cluster.size > 1:
+    replicas = recipe.served_adapter and recipe.cycle.alias == "always"
+    replicas = replicas and recipe.engine.tensor_parallel_size == 1 and recipe.algorithm != "ppo"
+    if recipe.cluster.size > 1 and not replicas:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.cluster.apart:
         return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"

@@ -132,6 +132,20 @@ LINEAR = f"model.config={{model_type: qwen3_next, num_experts: 0, {LAYERS}}}"
 TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 
 
+def test_ranks_that_alias_the_base_of_adapters_have_all_of_it_each(tmp_path: Path) -> None:
+    words = ["lora.rank=2", "driver=ray", "cluster.n_gpus_per_node=2", "cycle.alias=always"]
+    setup = prepare(recipes.load("tiny", words), tmp_path)
+    assert setup.decisions.alias and trainer_config(setup).replicate
+    assert "weights" in cycle_arguments(setup)["resident"]
+    for other in ("lora.merge=true", "engine.tensor_parallel_size=2"):
+        with pytest.raises(
+            recipes.RecipeError, match="the trainer's pages are shards on 2 devices"
+        ):
+            prepare(recipes.load("tiny", [*words, other]), tmp_path)
+    with pytest.raises(ValueError, match="replicate=True: is for adapters, without a critic"):
+        replace(trainer_config(setup), lora=None)
+
+
 @pytest.mark.parametrize("word", ["lora.merge=true", LINEAR])
 def test_adapters_are_merged_where_asked_or_where_the_engine_cannot_serve_them(
     word: str, tmp_path: Path

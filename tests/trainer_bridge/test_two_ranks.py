@@ -194,6 +194,28 @@ def served_adapters(config: TrainerConfig, path: str) -> bool:
     return all(bool(value.any()) for value in factors.values())
 
 
+def replicated(config: TrainerConfig, path: str, out: str) -> dict[str, Any]:
+    """Train ranks with all parameters each, which an engine of every rank serves meanwhile."""
+    slots = AdapterSlots(rank=LORA.rank, target_modules=LORA.target_modules)
+    engine = Engine.from_pretrained(path, kv_tokens=64, adapters=slots, load_weights=False)
+    lora = dataclasses.replace(LORA, served_as="policy")
+    config = dataclasses.replace(config, lora=lora, replicate=True)
+    trainer = Trainer(config, memsaver.MemorySaver(), layout=engine.manifest)
+    trainer.connect([engine])
+    trainer.alias_weights(1)
+    result: dict[str, Any] = {"metrics": learn(trainer), "learned": bits(trainer, whole=True)}
+    receipt = trainer.alias_weights(2)
+    factors = {name: value for name, value in whole(trainer).items() if "lora_" in name}
+    assert engine.adapters is not None
+    store = engine.adapters.pages.stores[engine.adapters.find("policy").slot - 1]
+    assert_same_bits({name: store.tensor(name) for name in factors}, factors)
+    assert receipt.nbytes == 2 * sum(value.nbytes for value in factors.values())
+    assert engine.report().tags["weights"].aliased_bytes and not engine.unavailable_reason()
+    trainer.save_checkpoint(f"{out}/replicated")
+    trainer.close()
+    return result
+
+
 def adapted_experts(path: str) -> dict[str, Any]:
     """Run a trainer with adapters on experts, one stack of which is sharded by columns."""
     mixture = Trainer(config(path, **CHANGES, lora=LORA_EXPERTS), shard_dims=COLUMNS)
@@ -347,6 +369,7 @@ def worker(rank: int, path: str, out: str) -> None:
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
     result["served"] = served_adapters(trainer.config, path)
+    result["replicated"] = replicated(trainer.config, path, out)
     result["streamed"] = streamed(path)
     result["losses"] = losses(path, micro_batch_size=1)
     result["repeated"] = repeated(path)
@@ -497,7 +520,11 @@ def test_adapter_updates_on_two_ranks_match_one(
     metrics = learn(alone)
     for result in results:
         assert_learning(result["adapted"], metrics, bits(alone))
+        assert_learning(result["replicated"], metrics, bits(alone))
         assert result["served"]
+    assert_same_bits(*(result["replicated"]["learned"] for result in results))
+    alone.load_checkpoint(str(out / "replicated"))
+    assert_same_bits(bits(alone), results[0]["replicated"]["learned"])
     alone.load_checkpoint(str(out / "adapters"))  # the same base, however it is sharded
     assert_same_bits(whole(alone), results[0]["adapted"]["weights"])
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["adapted"]["next"])

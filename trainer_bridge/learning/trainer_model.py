@@ -230,6 +230,8 @@ class Model:
                 used = scale.value / 2**overflows
                 self.zero_grad()  # a failed try must not hold memory
                 sums = backward(used)
+                shards = [*map(local_shard, _gradients(self.optimizer))]
+                self._runtime.average_replicas(shards)
                 norm = _clip(self.optimizer, used, self.config.max_grad_norm)
                 if math.isfinite(norm):
                     break
@@ -307,10 +309,14 @@ class Model:
         after_load(self.optimizer, self.step)
 
 
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return [param.grad for param in params if param.grad is not None]
+
+
 def _clip(optimizer: torch.optim.Optimizer, scale: float, limit: float | None) -> float:
     """Divide the gradients by the scale, clip them, and return their norm on all ranks."""
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = _gradients(optimizer)
     shards = [*map(local_shard, grads)]
     if not grads:
         return 0.0

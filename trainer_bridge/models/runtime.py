@@ -94,12 +94,16 @@ class Runtime:
     graphs: Graphs | None = None  # those that have memory
 
     @classmethod
-    def open(cls, name: str) -> Self:
-        """Open a device with the ranks of the default process group, created if there is none."""
+    def open(cls, name: str, replicate: bool = False) -> Self:
+        """Open a device with the ranks of the default process group, created if there is none.
+
+        With `replicate`, no rank shares its models with others.
+        """
         device = _use_device(name)
         owned = _ensure_process_group(device)
         rank, world = dist.get_rank(), dist.get_world_size()
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
+        shape = (world, 1) if replicate else (1, world)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "fsdp"))["fsdp"]
         return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=owned)
 
     def close(self) -> None:
@@ -152,6 +156,14 @@ class Runtime:
     def numbers(self, tensor: Tensor) -> NDArray[np.float64]:
         """Read a tensor [N] from the device."""
         return tensor.detach().cpu().double().numpy()
+
+    def average_replicas(self, shards: Sequence[Tensor]) -> None:
+        """Replace gradients by their mean over ranks that have all parameters each."""
+        replicas = self.world // self.mesh.size()
+        if replicas > 1:
+            for reduction in [dist.all_reduce(shard, async_op=True) for shard in shards]:
+                reduction.wait()
+            torch._foreach_mul_([*shards], 1 / replicas)
 
     def sum_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum the values of all ranks element by element, in fp64."""

@@ -117,6 +117,11 @@ def local_shard(param: Tensor) -> Tensor:
     return local_tensor(param)
 
 
+def shard_ranks(param: Tensor) -> int:
+    """Return the number of ranks that share a tensor; 1 if this rank has all of it."""
+    return param.device_mesh.size() if isinstance(param, DTensor) else 1
+
+
 def local_box(
     global_shape: Sequence[int],
     placements: Sequence[Placement],

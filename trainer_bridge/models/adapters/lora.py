@@ -198,8 +198,9 @@ class Adapters:
 
     def identity(self) -> dict[str, Any]:
         """Return plain data by which a checkpoint recognizes the same adapters."""
-        named = {"target_modules": sorted(self._config.target_modules)}
-        return dataclasses.asdict(self._config) | named
+        identity = dataclasses.asdict(self._config)
+        del identity["served_as"]  # the same adapters, however rollouts serve them
+        return identity | {"target_modules": sorted(self._config.target_modules)}
 
 
 def factor_names(name: str) -> tuple[str, str]:

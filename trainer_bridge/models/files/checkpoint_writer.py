@@ -23,7 +23,7 @@ from memsaver.errors import HostMemoryError
 from memsaver.ops.layout import round_up
 from memsaver.system.threads import workers
 from trainer_bridge.models.runtime import Runtime
-from trainer_bridge.sync.shards import local_shard, shard_box
+from trainer_bridge.sync.shards import local_shard, shard_box, shard_ranks
 
 _FILE_BYTES = 2 << 30
 _CHUNK = 64 << 20  # bytes of a call of write
@@ -62,6 +62,8 @@ class Staging:
         """Copy the parts; None if the host has no room."""
         sizes = (part.tensor.nbytes for part in chain.from_iterable(files.values()))
         total = sum(round_up(nbytes, _ALIGNED) for nbytes in sizes)
+        if not total:  # another rank writes what all ranks have
+            return _Files()
         if self._memory is None or self._memory.nbytes < total:
             self._memory = None
             try:
@@ -86,7 +88,7 @@ class Writing:
 
     Args:
         directory: An existing directory, shared by the ranks.
-        tensors: The tensors by name, each a DTensor, or the same on every rank.
+        tensors: The tensors by name, each shared by the ranks, or the same on every rank.
         staging: Memory for a copy, which a thread writes; None: all is written in the construction.
 
     Attributes:
@@ -134,7 +136,7 @@ def _files(tensors: Mapping[str, Tensor]) -> _Files:
             part = _Part(name, tuple(shard_box(tensor).start), local_shard(tensor))
         else:
             part = _Part(name, (0,) * tensor.ndim, tensor.detach())
-        if part.tensor.numel() and (rank == 0 or isinstance(tensor, DTensor)):
+        if part.tensor.numel() and (rank == 0 or shard_ranks(tensor) > 1):
             files[number].append(part)
     last = 1 + max(0, total - 1) // size
     named = "shard-{:05}-model-{:05}-of-{:05}.safetensors"

@@ -15,7 +15,7 @@ from rollout.model import Stored, open_tensors, spellings, stored_buffers
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.models.adapters.lora import base_params, is_adapter
-from trainer_bridge.sync.shards import Box, local_shard, shard_box
+from trainer_bridge.sync.shards import Box, local_shard, shard_box, shard_ranks
 
 
 class CheckpointFiles:
@@ -106,13 +106,13 @@ def weights_digest(model: nn.Module, masters: Mapping[nn.Parameter, Tensor]) -> 
     `masters` has shards on the host that are read in place of their parameters, because fp16
     parameters would be rounded twice.
     """
-    total, first = 0, 0
+    total, first, ranks = 0, 0, 1
     for param in base_params(model).values():
-        shard = local_shard(param)
+        shard, ranks = local_shard(param), shard_ranks(param)
         read, box = masters.get(param, shard), shard_box(param)
         total += part_digest(read, box.start, param.shape, first, shard.device)
         first += param.numel()
-    return _digest_text(sum(all_gather_plain(total)))
+    return _digest_text(sum(all_gather_plain(total)) if ranks > 1 else total)
 
 
 def files_digest(model: nn.Module, files: CheckpointFiles) -> str:
