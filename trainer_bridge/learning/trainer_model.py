@@ -230,8 +230,7 @@ class Model:
                 used = scale.value / 2**overflows
                 self.zero_grad()  # a failed try must not hold memory
                 sums = backward(used)
-                shards = [*map(local_shard, _gradients(self.optimizer))]
-                self._runtime.average_replicas(shards)
+                self._runtime.average_replicas(map(local_shard, _gradients(self.optimizer)))
                 norm = _clip(self.optimizer, used, self.config.max_grad_norm)
                 if math.isfinite(norm):
                     break

@@ -1,7 +1,7 @@
 """The device and the ranks that a trainer runs on, and blocks of tensors on its tags."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -157,13 +157,14 @@ class Runtime:
         """Read a tensor [N] from the device."""
         return tensor.detach().cpu().double().numpy()
 
-    def average_replicas(self, shards: Sequence[Tensor]) -> None:
+    def average_replicas(self, gradients: Iterable[Tensor]) -> None:
         """Replace gradients by their mean over ranks that have all parameters each."""
         replicas = self.world // self.mesh.size()
         if replicas > 1:
+            shards = [*gradients]
             for reduction in [dist.all_reduce(shard, async_op=True) for shard in shards]:
                 reduction.wait()
-            torch._foreach_mul_([*shards], 1 / replicas)
+            torch._foreach_mul_(shards, 1 / replicas)
 
     def sum_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum the values of all ranks element by element, in fp64."""

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -89,7 +90,7 @@ def test_updates_repeat_as_a_model_of_the_scale_predicts(runs: list[tuple[int, i
     config = TrainerConfig(
         model_path="-", param_dtype="float16", learning_rate=1.0, max_grad_norm=None
     )
-    runtime: Any = None
+    runtime: Any = SimpleNamespace(average_replicas=lambda _: None)
     learner, model = Model(torch.nn.Module(), config, runtime, sgd), ScaleRules()
     ours, failed = learner.loss_scale, list[Any]()
     with pytest.MonkeyPatch.context() as patch:
