@@ -102,8 +102,11 @@ class Runtime:
         device = _use_device(name)
         owned = _ensure_process_group(device)
         rank, world = dist.get_rank(), dist.get_world_size()
-        shape = (world, 1) if replicate else (1, world)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "fsdp"))["fsdp"]
+        if replicate:
+            replicas = init_device_mesh(device.type, (world, 1), mesh_dim_names=("ranks", "fsdp"))
+            mesh = replicas["fsdp"]
+        else:
+            mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
         return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=owned)
 
     def close(self) -> None:
