@@ -103,8 +103,7 @@ class PolicySync:
             return self._sync.sync(version, **options)
         if self._served is not None:
             base = None if self._sync.holds() else self._sync.sync(version, **options)
-            receipt = self._served.sync(version, **options)
-            return receipt if base is None else _together(base, receipt)
+            return _together(base, self._served.sync(version, **options))
         names = self._adapters.names if self._sync.holds() else None
         return self._sync.sync(version, names=names, derived=self._adapters.factors(), **options)
 
@@ -117,8 +116,7 @@ class PolicySync:
         if self._served is None:
             return self._alias.share(version)
         base = None if self._alias.holds() else self._alias.share(version)
-        receipt = self._served.sync(version)
-        return receipt if base is None else _together(base, receipt)
+        return _together(base, self._served.sync(version))
 
     def end(self) -> None:
         """Let engines give aliased pages back, and unmap theirs."""
@@ -146,8 +144,10 @@ class PolicySync:
         return self._params | {name: self._policy.module.get_buffer(name) for name in self._buffers}
 
 
-def _together(base: SyncReceipt, adapter: SyncReceipt) -> SyncReceipt:
-    """Return the receipt of a base and of the adapter that was written after it."""
+def _together(base: SyncReceipt | None, adapter: SyncReceipt) -> SyncReceipt:
+    """Return the receipt of an adapter and of the base, if that was written before it."""
+    if base is None:
+        return adapter
     summed = "seconds", "verify_seconds", "nbytes", "link_bytes", "node_bytes", "copy_seconds"
     sums = {name: getattr(base, name) + getattr(adapter, name) for name in summed}
     stages = Counter(base.stages)

@@ -49,11 +49,12 @@ from rollout.weights.update import WeightUpdate, require_active
 class Engine(EngineBase, SteppedEngine):
     """Engine for one model on one device, or for one rank's part of the model.
 
-    The weights lie on tag `weights`, keys and values on tag `kv_cache`, and the memory of CUDA
-    graphs on tag `cuda_graph`. All bookkeeping lies outside of the tags. The engine generates only
-    while all its tags are active and the weights are defined; `unavailable_reason` names what is
-    missing. The engine notices when another user of its saver discards content: it computes
-    discarded keys and values again, and treats discarded weights as undefined.
+    The weights lie on tag `weights`, adapters on `adapter_slots`, keys and values on `kv_cache`,
+    and the memory of CUDA graphs on `cuda_graph`. All bookkeeping lies outside of the tags. The
+    engine generates only while all its tags are active and the weights are defined;
+    `unavailable_reason` names what is missing. The engine notices when another user of its saver
+    discards content: it computes discarded keys and values again, and treats discarded weights as
+    undefined.
 
     The engine is not thread-safe: one call at a time, except that callbacks of `generate` may call
     methods. Of the ranks of a tensor-parallel engine, the first decides on requests and steps, and
@@ -144,8 +145,8 @@ class Engine(EngineBase, SteppedEngine):
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
             sizes = config.graph_batch_sizes or ladder(config.max_running)
             self.runner.capture(sizes, token_ladder(config.captured_tokens), saver)
-        there = [WEIGHTS, *([ADAPTER_SLOTS] * (pages is not None)), KV_CACHE]
-        self.tags = [*there, CUDA_GRAPH] if self.runner.graphs is not None else there
+        optional = {ADAPTER_SLOTS: pages, CUDA_GRAPH: self.runner.graphs}
+        self.tags = [WEIGHTS, KV_CACHE, *(tag for tag in optional if optional[tag] is not None)]
         self.requests = OpenRequests(
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
@@ -495,10 +496,7 @@ class Engine(EngineBase, SteppedEngine):
         if adapter is not None:
             adapters, needed = self._settled_adapters("sync"), self._adapters_in_use()
             self._in_flight = in_flight
-            present = adapters.present(adapter)
-            return adapters.begin(
-                adapter, version, needed if in_flight == "refuse" else needed - {present}
-            )
+            return adapters.begin(adapter, version, needed, overwrite=in_flight != "refuse")
         if not shadow:
             self._settle("begin a weight update", in_flight)
         offer = self._update.begin(version, shadow, names)

@@ -57,10 +57,6 @@ class ServedAdapters:
             raise ValueError(f"no adapter is named {name!r}; loaded: {known}; call load_adapter")
         return self._served[name]
 
-    def present(self, name: str) -> ServedAdapter | None:
-        """Return the present version of an adapter, if there is one."""
-        return self._served.get(name)
-
     def version(self, name: str) -> int | None:
         """Return the version of an adapter; None while there is none, or its content is lost."""
         served = self._served.get(name)
@@ -86,7 +82,7 @@ class ServedAdapters:
         folder.check(self.pages.shapes, self._rank)
         slot = self._free_slot(name, needed)
         store = self.pages.stores[slot - 1]
-        store.load(folder.tensors(store.shapes, self._rank), str(path))
+        store.load(folder.tensors(self.pages.shapes, self._rank), str(path))
         store.define(0 if last is None else last.version + 1)
         self._serve(name, slot)
 
@@ -101,7 +97,9 @@ class ServedAdapters:
             raise StateError(f"cannot unload adapter {name!r}: unfinished requests use it")
         del self._served[served.name]
 
-    def begin(self, name: str, version: int, needed: Needed) -> WeightOffer:
+    def begin(
+        self, name: str, version: int, needed: Needed, overwrite: bool = False
+    ) -> WeightOffer:
         """Offer a slot for a version of an adapter; this replaces an open update of it.
 
         The present version is served until the commit, unless its own slot is the only free one.
@@ -110,6 +108,7 @@ class ServedAdapters:
             name: Name of the adapter, which need not be known.
             version: Number of the version.
             needed: The adapters of unfinished requests.
+            overwrite: Count the present version as not needed.
 
         Raises:
             StateError: All slots are in use. Nothing changed.
@@ -120,7 +119,7 @@ class ServedAdapters:
             rule = f"version {version} of adapter {name!r} is older than version {last.version}"
             raise ValueError(f"{rule}, which is served; use a higher one")
         self._begun.pop(name, None)
-        slot = self._free_slot(name, needed)
+        slot = self._free_slot(name, needed - {last} if overwrite else needed)
         store = self.pages.stores[slot - 1]
         store.last_version = version  # the slot may have had a later version of another adapter
         update = WeightUpdate(store, self._saver, lambda: None)

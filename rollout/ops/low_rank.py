@@ -65,23 +65,20 @@ class Choice(NamedTuple):
         return cls(slots, scales, pairs, rows)
 
     @classmethod
-    def of_all(cls, tokens: int, scale: float, device: torch.device, impl: Impl = "auto") -> Self:
-        """Prepare the choice of the only slot for all tokens.
+    def of_all(cls, tokens: int, scale: float, device: torch.device) -> Self:
+        """Prepare the choice of the only slot for all tokens, for Triton.
 
         Args:
             tokens: Number of tokens.
             scale: Factor of the slot.
             device: Device of the tokens.
-            impl: Implementation; "auto" uses Triton on a GPU.
         """
-        scales, rows = torch.full((2,), scale, device=device), _rows(tokens)
-        numbers = torch.arange(tokens, dtype=torch.int32, device=device)
-        pairs = None
-        if use_triton(impl, device):
-            first = numbers[::rows]
-            blocks = torch.stack([torch.zeros_like(first), first, torch.full_like(first, tokens)])
-            pairs = Pairs(numbers, blocks)
-        return cls(torch.ones_like(numbers), scales, pairs, rows)
+        rows, numbers = _rows(tokens), torch.arange(tokens, dtype=torch.int32, device=device)
+        first = numbers[::rows]
+        blocks = torch.stack([torch.zeros_like(first), first, torch.full_like(first, tokens)])
+        slots = torch.ones(tokens, dtype=torch.int64, device=device)
+        scales = torch.full((2,), scale, device=device)
+        return cls(slots, scales, Pairs(numbers, blocks), rows)
 
 
 def _rows(tokens: int) -> int:
@@ -167,6 +164,16 @@ def add_scaled(out: Tensor, product: Tensor, scale: float) -> Tensor:
     return (out.float() + product.float() * scale).to(out.dtype)
 
 
+@triton.jit
+def _tokens(order, first, end, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the tokens of a block, int64 [BLOCK_M], and which of them are its own.
+
+    Lanes past the end repeat the last token, and are not stored.
+    """
+    row = first + tl.arange(0, BLOCK_M)
+    return tl.load(order + tl.minimum(row, end - 1)).to(tl.int64), row < end
+
+
 @triton.jit(do_not_specialize=["most", "tokens"])
 def _shrink(  # type: ignore[no-untyped-def]
     x, a, low, order, blocks, most, tokens, depth, width, stride_slot, SPAN: tl.constexpr,
@@ -180,10 +187,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
     if first >= end:
         return
-    # lanes past the end repeat the last row or column, and are not stored
-    row = first + tl.arange(0, BLOCK_M)
-    inside = row < end
-    token = tl.load(order + tl.minimum(row, end - 1)).to(tl.int64)
+    token, inside = _tokens(order, first, end, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = span * SPAN + tl.arange(0, BLOCK_K)
     left = x + token[:, None] * depth + k[None, :]
@@ -214,9 +218,7 @@ def _expand(  # type: ignore[no-untyped-def]
     first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
     if first >= end:
         return
-    row = first + tl.arange(0, BLOCK_M)
-    inside = row < end
-    token = tl.load(order + tl.minimum(row, end - 1)).to(tl.int64)
+    token, inside = _tokens(order, first, end, BLOCK_M)
     slot = tl.load(blocks + block).to(tl.int64)
     tiles_0, tiles_1 = tl.cdiv(end_0, BLOCK_N), tl.cdiv(end_1 - end_0, BLOCK_N)
     past_0, past_1 = tile >= tiles_0, tile >= tiles_0 + tiles_1

@@ -106,7 +106,7 @@ def add_adapter(out: Tensor, x: Tensor, adapter: LinearAdapter, impl: Impl = "au
     a, b, scale = adapter
     if x.is_meta or not use_triton(impl, x.device):
         return add_scaled(out, engine_linear(engine_linear(x, a), b), scale)
-    return _AddAdapter.apply(impl, scale, out, x, a, b)
+    return _AddAdapter.apply(scale, out, x, a, b)
 
 
 def router_logits(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
@@ -283,10 +283,10 @@ class _Product(torch.autograd.Function):
 
 class _AddAdapter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, impl: Impl, scale: float, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, scale: float, *inputs: Tensor) -> Tensor:
         out, x, a, b = (part.contiguous() for part in inputs)
         factors = Factors(a.unsqueeze(0), b.unsqueeze(0), (len(b),))
-        choice = Choice.of_all(len(x), scale, x.device, impl)
+        choice = Choice.of_all(len(x), scale, x.device)
         parts = low_rank(x, factors, choice)
         assert parts is not None
         low = add_parts(parts.unbind()).to(x.dtype)
@@ -300,7 +300,7 @@ class _AddAdapter(torch.autograd.Function):
         x, a, b, low = ctx.saved_tensors
         slope = grad * ctx.scale
         to_low = slope @ b
-        return None, None, grad, to_low @ a, to_low.t() @ x, slope.t() @ low
+        return None, grad, to_low @ a, to_low.t() @ x, slope.t() @ low
 
 
 class _Route(torch.autograd.Function):
