@@ -10,11 +10,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from rollout import Completion, Engine, SamplingParams
+from rollout import AdapterSlots, Completion, Engine, SamplingParams
 from rollout.ops.torch_attention import attend, hidden_keys
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.exact_ranks import unequal_in_rounds
-from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
+from trainer_bridge import (
+    Cycle,
+    LoraConfig,
+    SequenceBatch,
+    Trainer,
+    TrainerConfig,
+    open_inprocess,
+)
 from trainer_bridge.errors import UnequalTokens
 from trainer_bridge.exact.trace import trace_mismatch
 from trainer_bridge.ops import decoder_ops
@@ -119,6 +126,43 @@ def test_bits_of_engine_and_trainer_are_equal(name: str, dtype: str, tmp_path: P
         assert trainer.update_actor(batch)["unequal_tokens"] == 0
     trainer.close()
     trainer.saver.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b"])
+def test_bits_of_served_adapters_are_equal_over_one_base(name: str, tmp_path: Path) -> None:
+    """Update at a rate that gives B, which begins as 0, entries of about 0.01."""
+    path, prompts = described(name, tmp_path), prompts_of(LENGTHS)
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj")
+    layers += () if "a3b" in name else ("gate_proj", "up_proj", "down_proj")
+    config = TrainerConfig(
+        model_path=str(path), random_init=True, device="cuda:0", exact=True, learning_rate=1e-2,
+        activation_checkpointing="layers", param_dtype="bfloat16", micro_batch_size=2,
+        lora=LoraConfig(rank=32, alpha=64.0, target_modules=layers, served_as="policy"),
+    )  # fmt: skip
+    options = {
+        "kv_tokens": 65536, "max_running": 32, "max_prefill_tokens": 8192, "exact": True,
+        "max_context_len": 8192, "adapters": AdapterSlots(rank=32, target_modules=layers),
+    }  # fmt: skip
+    asked = SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=3, adapter="policy")
+    logprobs = []
+    with open_inprocess(config, options, alias=True) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout, alias=True, resident=["weights"])
+        for version in (1, 2, 3):
+            cycle.to_rollout(version)
+            answers = [group[0] for group in rollout.generate(prompts, asked)]
+            cycle.to_train()
+            batch = SequenceBatch(
+                prompt_ids=prompts,
+                response_ids=[answer.token_ids for answer in answers],
+                rollout_logprobs=[answer.logprobs for answer in answers],
+                advantages=[1.0, -1.0] * (len(prompts) // 2) + [1.0],
+                temperature=0.8,
+            )
+            assert trainer.compute_log_prob(batch) == batch.rollout_logprobs
+            figures = trainer.update_actor(batch)
+            assert figures["unequal_tokens"] == 0 < figures["grad_norm"]
+            logprobs.append(batch.rollout_logprobs)
+    assert logprobs[0] != logprobs[1] != logprobs[2]
 
 
 def test_trace_runs_both_sides_on_a_gpu_and_names_a_planted_fault(
