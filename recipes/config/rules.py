@@ -56,8 +56,6 @@ def excludes_exact(recipe: Recipe) -> str:
     excluding = [key for key, *_ in _of_exact(recipe)]
     if recipe.model.dtype == "float32":
         excluding.append("model.dtype")
-    if recipe.lora.rank:  # not measured on a GPU
-        excluding.append("lora.rank")
     if recipe.engine.tensor_parallel_size > 2:  # to add in order, ranks gather all sums
         excluding.append("engine.tensor_parallel_size")
     return next((f"{key}={shown(recipe.value(key))}" for key in excluding), "")

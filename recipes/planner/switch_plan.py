@@ -24,7 +24,7 @@ from recipes.planner.micro_batch import choose_size, reason, sizes_to_try
 from recipes.planner.recomputation import Work, with_graphs, with_recomputation
 from recipes.planner.sizes import GIB
 from recipes.planner.stage_plan import StagePlan
-from recipes.setup.model_decisions import without_moves
+from recipes.setup.model_decisions import ALIASED, without_moves
 from rollout.tag_names import ADAPTER_SLOTS
 from trainer_bridge.tag_names import ADAPTERS, MODELS, OPTIM, PARAMS, TRAINED
 
@@ -45,11 +45,17 @@ def plan_switch(recipe: Recipe, decisions: Decisions, request: PlanRequest) -> M
 
     Args:
         recipe: The recipe.
-        decisions: Decisions, of which `exact` and `alias` are made.
+        decisions: Decisions, of which `exact` is made.
         request: What to plan for.
     """
     if request.gpu.on_host:
         decisions = without_moves(decisions, recipe)
+    if "alias" in decisions.open:
+        whole = decisions.decided({"alias": ALIASED}, alias=True)
+        plan = plan_switch(recipe, whole, request)
+        line = "alias: off, because whole weights do not fit each device"
+        shards = decisions.decided({"alias": line}, alias=False)
+        return plan if plan.fits else plan_switch(recipe, shards, request)
     planning = Planning(recipe, decisions, request)
 
     def planned(decided: Decisions) -> MemoryPlan:

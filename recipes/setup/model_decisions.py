@@ -18,8 +18,14 @@ from trainer_bridge import LoraConfig, TrainerConfig
 from trainer_bridge.exact import why_not_exact
 from trainer_bridge.models import FLASH, check_layout, lora_target_names
 
-UNPLANNED = f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the trainer starts"
-"""Line about a micro batch that no plan decided."""
+ALIASED = "alias: weights are the trainer's own pages"
+"""Line about weights that are aliased."""
+UNPLANNED = {
+    "micro_batch_size": f"micro batch: {UNPLANNED_SIZE} sequences; auto needs a plan before the "
+    "trainer starts",
+    "alias": "alias: off; on several devices, auto needs a plan",
+}
+"""Lines about decisions that no plan made."""
 OUTCOMES = {"warn": "differences are counted", True: "a difference ends the run"}
 """Words about exact runs."""
 
@@ -31,7 +37,7 @@ def first_decisions(
 
     `driver=auto` becomes ray if `why_ray` names a reason. `exact=auto` becomes warn if device, keys
     and model allow exact runs. `cycle.alias=auto` becomes always if the engine can serve the
-    trainer's own pages.
+    trainer's own pages; it stays open where each of several devices needs whole ones for that.
 
     Args:
         recipe: The recipe.
@@ -58,7 +64,7 @@ def first_decisions(
 
 def unplanned(decisions: Decisions, *names: str) -> Decisions:
     """Return the decisions with defaults for open ones among `names`, or for all without names."""
-    return decisions.taking(Decisions(reasons={"micro_batch_size": UNPLANNED}), *names)
+    return decisions.taking(Decisions(reasons=UNPLANNED), *names)
 
 
 def _with_driver(decisions: Decisions, recipe: Recipe) -> Decisions:
@@ -110,7 +116,9 @@ def _with_alias(decisions: Decisions, recipe: Recipe, model_dir: Path) -> Decisi
     why = _why_not_alias(recipe, model_dir)
     if why and recipe.cycle.alias == "always":
         raise RecipeError(f"cycle.alias=always: {why}; set cycle.alias=auto")
-    line = f"alias: off, because {why}" if why else "alias: weights are the trainer's own pages"
+    if not why and recipe.cluster.size > 1 and recipe.cycle.alias == "auto":
+        return decisions  # whole pages on each device: if they fit
+    line = f"alias: off, because {why}" if why else ALIASED
     return decisions.decided({"alias": line}, alias=not why)
 
 
@@ -150,9 +158,8 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
 def _why_not_alias(recipe: Recipe, model_dir: Path) -> str:
     if recipe.engine.hosted:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
-    replicas = recipe.served_adapter and recipe.cycle.alias == "always"
-    replicas = replicas and recipe.engine.tensor_parallel_size == 1 and recipe.algorithm != "ppo"
-    if recipe.cluster.size > 1 and not replicas:
+    alone = recipe.engine.tensor_parallel_size == 1 and recipe.algorithm != "ppo"
+    if recipe.cluster.size > 1 and not (recipe.served_adapter and alone):
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.cluster.apart:
         return f"other devices have {counted(recipe.cluster.apart, 'engine rank')}"

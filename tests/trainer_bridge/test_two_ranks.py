@@ -197,10 +197,11 @@ def served_adapters(config: TrainerConfig, path: str) -> bool:
 def replicated(config: TrainerConfig, path: str, out: str) -> dict[str, Any]:
     """Train ranks with all parameters each, which an engine of every rank serves meanwhile."""
     slots = AdapterSlots(rank=LORA.rank, target_modules=LORA.target_modules)
-    engine = Engine.from_pretrained(path, kv_tokens=64, adapters=slots, load_weights=False)
+    how: dict[str, Any] = {"kv_tokens": 64, "adapters": slots, "load_weights": False}
+    engine = Engine.from_pretrained(path, config.device, **how)
     lora = dataclasses.replace(LORA, served_as="policy")
     config = dataclasses.replace(config, lora=lora, replicate=True)
-    trainer = Trainer(config, memsaver.MemorySaver(), layout=engine.manifest)
+    trainer = Trainer(config, memsaver.MemorySaver(config.device), layout=engine.manifest)
     trainer.connect([engine])
     trainer.alias_weights(1)
     result: dict[str, Any] = {"metrics": learn(trainer), "learned": bits(trainer, whole=True)}
@@ -214,6 +215,10 @@ def replicated(config: TrainerConfig, path: str, out: str) -> dict[str, Any]:
     trainer.save_checkpoint(f"{out}/replicated")
     trainer.close()
     return result
+
+
+def replicated_on_a_gpu(rank: int, path: str, out: str) -> dict[str, Any]:
+    return replicated(config(path, device=f"cuda:{rank}", **CHANGES), path, out)
 
 
 def adapted_experts(path: str) -> dict[str, Any]:
@@ -410,6 +415,19 @@ def assert_learning(
     for got, wanted in zip(result["metrics"], metrics, strict=True):
         assert_metrics(got, wanted)
     assert_learned(result["learned"], learned, STEPS)
+
+
+@pytest.mark.gpus(2)
+def test_replicas_on_two_gpus_learn_like_one(
+    tmp_path: Path, make_trainer: Callable[..., Trainer]
+) -> None:
+    path = write_model(tmp_path / "model")
+    store, out = tmp_path / "store", str(tmp_path)
+    ranks = start_ranks(replicated_on_a_gpu, 2, store, path, out, backend="nccl", seconds=120)
+    first, second = results(ranks)
+    alone = make_trainer(path, device="cuda:0", **CHANGES, lora=LORA)
+    assert_learning(first, learn(alone), bits(alone))
+    assert_same_bits(first["learned"], second["learned"])
 
 
 def test_two_ranks_score_and_update_like_one(

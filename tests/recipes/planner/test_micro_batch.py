@@ -176,7 +176,7 @@ def test_gpu_without_room_for_one_sequence_gets_sensible_remedies() -> None:
 def test_auto_is_4_beside_a_hosted_engine() -> None:
     words = [*GRPO, "device=auto", "engine.kind=vllm", "engine.kv_tokens=2048"]
     made = planned("tiny", words, 80 * GIB)[1]
-    assert made.micro_batch_size == 4 and made.lines[-1] == UNPLANNED
+    assert made.micro_batch_size == 4 and made.lines[-1] == UNPLANNED["micro_batch_size"]
 
 
 def test_run_takes_the_planned_size_stays_in_the_limit_and_resumes_with_it(

@@ -136,7 +136,7 @@ def test_bits_of_served_adapters_are_equal_over_one_base(name: str, tmp_path: Pa
     layers += () if "a3b" in name else ("gate_proj", "up_proj", "down_proj")
     config = TrainerConfig(
         model_path=str(path), random_init=True, device="cuda:0", exact=True, learning_rate=1e-2,
-        activation_checkpointing="layers", param_dtype="bfloat16", micro_batch_size=2,
+        activation_checkpointing="layers", dtype="bfloat16", micro_batch_size=2,
         lora=LoraConfig(rank=32, alpha=64.0, target_modules=layers, served_as="policy"),
     )  # fmt: skip
     options = {
