@@ -59,7 +59,7 @@ class Sides:
         if args.throughput:
             size = (KV_TOKENS_OF_WORKLOADS, CONTEXT_OF_WORKLOADS)
         self._words = [str(model), *map(str, size), "quick" if args.quick else "whole"]
-        self._words += [str(args.cycles), *args.throughput]
+        self._words += [str(args.adapters), str(args.cycles), *args.throughput]
         self._started: list[subprocess.Popen[str]] = []
 
     def _start(self, kind: str) -> subprocess.Popen[str]:
@@ -127,6 +127,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--layers", type=int, help="number of layers; by default all of the shape")
     options.add_argument(
         "--throughput", nargs="+", choices=WORKLOADS, default=[], help="measure these only"
+    )
+    options.add_argument(
+        "--adapters", type=int, default=0, help="requests take these in turn, of rank 32 or 16"
     )
     options.add_argument("--cycles", type=int, default=20)
     options.add_argument(

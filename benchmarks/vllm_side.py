@@ -14,7 +14,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ class Size(NamedTuple):
     kv_tokens: int
     context: int
     quick: bool  # few CUDA graphs, and no torch.compile
+    adapters: int  # low-rank adapters, which requests take in turn
 
 
 def prompts(count: int, length: int = 128) -> list[list[int]]:
@@ -93,16 +95,47 @@ def checkpoint(path: str) -> dict[str, Tensor]:
     return tensors
 
 
+def adapters(path: str, count: int) -> tuple[int, list[str]]:
+    """Write `count` random adapters on all layers as PEFT does; return rank and folders."""
+    from safetensors.torch import save_file
+
+    from rollout.model import parameter_shapes
+
+    rank = 32 if count == 1 else 16
+    names = [name for name in parameter_shapes(path)[0] if "_proj.weight" in name]
+    modules = sorted({name.split(".")[-2] for name in names})
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    folders = []
+    for number in range(count):
+        draw = torch.Generator().manual_seed(number)
+        folder = Path(path) / f"adapter{number}"
+        folder.mkdir(exist_ok=True)
+        factors = {}
+        for name in names:
+            rows, columns = parameter_shapes(path)[0][name]
+            layer = "base_model.model." + name.removesuffix(".weight")
+            for factor, shape in {"A": (rank, columns), "B": (rows, rank)}.items():
+                drawn = torch.randn(shape, generator=draw, dtype=torch.bfloat16)
+                factors[f"{layer}.lora_{factor}.weight"] = drawn * 1e-3
+        save_file(factors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(described))
+        folders.append(str(folder))
+    return rank, folders
+
+
 class Rival:
     """vLLM without changes."""
 
     tensors: dict[str, Tensor]
+    folders: Sequence[str]  # of adapters
     keeps = True  # level 1 keeps the weights
 
     def __init__(self, path: str, size: Size) -> None:
         import vllm
 
         self.vllm = vllm
+        rank, self.folders = adapters(path, size.adapters)
+        lora = {"enable_lora": True, "max_loras": len(self.folders), "max_lora_rank": rank}
         self.llm = vllm.LLM(
             model=path,
             load_format="dummy",
@@ -116,6 +149,7 @@ class Rival:
             max_num_seqs=SEQUENCES,
             max_num_batched_tokens=8192,
             logprobs_mode="processed_logprobs",
+            **(lora if self.folders else {}),
             **({"compilation_config": QUICK} if size.quick else {}),
         )
 
@@ -152,7 +186,13 @@ class Rival:
             for new in lengths
         ]
         requests = [{"prompt_token_ids": prompt} for prompt in given]
-        completed = self.llm.generate(requests, params, use_tqdm=False)
+        how: dict[str, Any] = {"use_tqdm": False}
+        if self.folders:
+            from vllm.lora.request import LoRARequest
+
+            made = [LoRARequest(path, at + 1, path) for at, path in enumerate(self.folders)]
+            how["lora_request"] = [made[at % len(made)] for at in range(len(given))]
+        completed = self.llm.generate(requests, params, **how)
         return [list(request.outputs[0].token_ids) for request in completed]
 
     def forget(self) -> None:
@@ -161,6 +201,8 @@ class Rival:
 
 class Ours(Rival):
     """The same engine on our tags; `sync` writes like a trainer with one rank."""
+
+    folders: Sequence[str] = ()
 
     def __init__(self, path: str, size: Size) -> None:
         from rollout.hosted import VllmRollout
@@ -210,9 +252,15 @@ class Ours(Rival):
     ) -> list[list[int]]:
         from rollout import SamplingParams
 
+        named = self.folders or [None]
         params = [
-            SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True)
-            for new in lengths
+            SamplingParams(
+                max_tokens=new,
+                temperature=temperature,
+                ignore_eos=True,
+                adapter=named[at % len(named)],
+            )
+            for at, new in enumerate(lengths)
         ]
         return [group[0].token_ids for group in self.rollout.generate(given, params)]
 
@@ -234,8 +282,10 @@ class Native(Ours):
     """Our own engine, with weights drawn like vLLM's dummy weights."""
 
     def __init__(self, path: str, size: Size) -> None:
-        from rollout import Engine
+        from rollout import AdapterSlots, Engine
 
+        rank, self.folders = adapters(path, size.adapters)
+        slots = AdapterSlots(slots=len(self.folders), rank=rank) if self.folders else None
         self.rollout = Engine.from_pretrained(
             path,
             device="cuda",
@@ -246,8 +296,11 @@ class Native(Ours):
             max_context_len=size.context,
             max_prefill_tokens=4096,
             prefix_cache=False,
+            adapters=slots,
         )
         draw_weights(self.rollout, path)
+        for folder in self.folders:
+            self.rollout.load_adapter(folder, folder)
 
     def forget(self) -> None:
         """Do nothing: there is no prefix cache."""
@@ -354,13 +407,13 @@ def main(
 
 def run(kinds: dict[str, Any], words: list[str]) -> None:
     """Run the measurement that `bench_vllm` asks for, and end this process."""
-    kind, folder, kv, context, quick, cycles, *workloads = words
+    kind, folder, kv, context, quick, count, cycles, *workloads = words
     try:
         main(
             kinds,
             kind,
             folder,
-            Size(int(kv), int(context), quick == "quick"),
+            Size(int(kv), int(context), quick == "quick", int(count)),
             int(cycles),
             workloads,
         )
