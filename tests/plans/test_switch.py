@@ -23,11 +23,13 @@ from recipes.planner.memory_plan import MemoryPlan
 from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.stage_plan import StagePlan
 from recipes.planner.switch_plan import Switch
-from recipes.setup.model_decisions import UNPLANNED, first_decisions
+from recipes.setup.model_decisions import ALIASED, UNPLANNED, first_decisions
 from recipes.setup.model_files import describe_random_model, meta_model, toy_tokenizer
 from recipes.setup.pool import pool_grows
 from recipes.setup.preparation import Setup, prepare
+from tests.helpers.docs.pages import ROOT
 
+LORA_32B = ROOT / "examples" / "plans" / "qwen2.5-32b-lora.yaml"
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}
 ALONE["train"] = (*SAVED, "adapters")
@@ -130,6 +132,20 @@ def test_hand_over_gains_the_measured_time_and_auto_uses_it_if_positive(
     line = handing.decisions.reasons["hand_over"]
     change = "more" if gain < 0 else f"{1000 * (driver.exposed - handing.exposed):.0f} ms less"
     assert change in line and ("gains above 6.9 GiB" in line) != handing.decisions.hand_over
+
+
+@pytest.mark.parametrize(("tokens", "whole"), [(4000, True), (12000, False)])
+def test_several_gpus_have_the_whole_base_of_adapters_if_it_fits(tokens: int, whole: bool) -> None:
+    words = [
+        *("cluster.n_gpus_per_node=8", "cycle.resident=[]", "cycle.overlap=[]"),
+        *("trainer.micro_batch_size=1", "trainer.activation_checkpointing=layers"),
+        *("trainer.cuda_graphs=false", "trainer.keep_unsharded=false", "engine.max_running=1"),
+    ]
+    recipe = recipes.load(LORA_32B, [*words, f"sampling.max_tokens={tokens}"])
+    plan = plan_of(recipe, "32b", gpu=None)
+    assert plan.fits and plan.decisions.alias == whole
+    off = "alias: off, because whole weights do not fit each device"
+    assert plan.decisions.reasons["alias"] == (ALIASED if whole else off)
 
 
 def test_hand_over_gains_at_most_the_time_of_the_driver() -> None:
