@@ -6,7 +6,7 @@ refuse_hidden("kvcache")
 from rollout.config import AdapterSlots, DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
-from rollout.loop import EngineLoop, FollowingLoop
+from rollout.loop import AsyncEngine, EngineLoop, FollowingLoop, QueueFull, TokenStream
 from rollout.model.double_sparsity import heavy_channels
 from rollout.pool_size import pool_size
 from rollout.protocols import Rollout, UpdatableEngine
@@ -14,6 +14,7 @@ from rollout.requests import Completion, Output, Progress, SamplingParams
 
 __all__ = [
     "AdapterSlots",
+    "AsyncEngine",
     "Completion",
     "DoubleSparsity",
     "Engine",
@@ -23,8 +24,10 @@ __all__ = [
     "KVTiers",
     "Output",
     "Progress",
+    "QueueFull",
     "Rollout",
     "SamplingParams",
+    "TokenStream",
     "UpdatableEngine",
     "WeightUpdateError",
     "heavy_channels",

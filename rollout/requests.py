@@ -52,6 +52,7 @@ class SamplingParams:
             `beam_width` answers. False: once the best branch, at its present length, does not rank
             above the worst answer. "never": the same, at the greatest length the branch can reach.
         adapter: Name of the adapter that answers, in its present version; None: the base alone.
+        priority: Requests of lower numbers leave the queue first, equal ones in their order.
     """
 
     max_tokens: int = 16
@@ -67,6 +68,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     adapter: str | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
@@ -77,6 +79,7 @@ class SamplingParams:
         self._keep_as_tuple("forced")
         named = self.adapter is None or isinstance(self.adapter, str)
         check_option(self, "adapter", named, "must be the name of an adapter, or None")
+        check_option(self, "priority", _is_number(self.priority, Integral), "must be an integer")
         check_counts(self, "max_tokens", "n", "beam_width")
         check_counts(self, "top_k", *([] if self.seed is None else ["seed"]), least=0)
         for name in ("temperature", "top_p", "length_penalty"):
@@ -155,15 +158,15 @@ class Completion:
         Returns:
             The sample.
         """
-        last = outputs[-1]
-        assert last.finish_reason is not None
+        whole = Output.joined(outputs)
+        assert whole.finish_reason is not None
         return cls(
-            token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
-            logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
-            finish_reason=last.finish_reason,
-            weight_versions=list(chain.from_iterable(o.weight_versions for o in outputs)),
-            score=last.score,
-            routed_experts=last.routed_experts,
+            token_ids=whole.token_ids,
+            logprobs=whole.logprobs,
+            finish_reason=whole.finish_reason,
+            weight_versions=whole.weight_versions,
+            score=whole.score,
+            routed_experts=whole.routed_experts,
         )
 
 
@@ -194,6 +197,22 @@ class Output(NamedTuple):
     error: Exception | None = None
     score: float | None = None
     routed_experts: NDArray[Any] | None = None
+
+    @classmethod
+    def joined(cls, outputs: "Sequence[Output]") -> "Output":
+        """Join outputs of one sample that follow each other.
+
+        Args:
+            outputs: At least one, in order.
+
+        Returns:
+            Their tokens, and what the last one says besides.
+        """
+        return outputs[-1]._replace(
+            token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
+            logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
+            weight_versions=list(chain.from_iterable(o.weight_versions for o in outputs)),
+        )
 
 
 def for_each(

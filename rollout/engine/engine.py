@@ -344,6 +344,10 @@ class Engine(EngineBase, SteppedEngine):
                 self._memory.notice_loss(self.prompts)
             self.requests.drop(ids)
 
+    def _requeue(self) -> None:
+        self.drain()
+        self.scheduler.preempt_all()
+
     def _advance(self) -> list[Output]:
         ended = self.requests.take(self.steps.not_finite)
         if ended or not self.requests.ids:

@@ -22,6 +22,7 @@ class StepDecision(NamedTuple):
         step: Whether all ranks run a step.
         more: Whether another decision belongs to the same call of the first rank.
         failed: Whether that call raised an error.
+        requeued: Whether running requests wait and start over.
         call: Name of the call that every rank makes now, by its own arguments; empty: none.
     """
 
@@ -31,6 +32,7 @@ class StepDecision(NamedTuple):
     step: bool
     more: bool
     failed: bool
+    requeued: bool
     call: str
 
 
@@ -49,6 +51,7 @@ class StepDecisions:
         self._requests: list[tuple[list[int], SamplingParams, bool]] = []
         self._aborted: list[int] = []
         self._dropped: list[int] = []
+        self._requeued = False
         self._call = ""
 
     def require_first(self, call: str) -> None:
@@ -104,6 +107,9 @@ class StepDecisions:
         if self._ranks.size > 1:
             self._dropped += ids
 
+    def requeue(self) -> None:
+        self._requeued = True
+
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
         """Let one call of `follow` on the other ranks last until the end of the block."""
@@ -131,11 +137,12 @@ class StepDecisions:
             return
         news = self._requests, self._aborted, self._dropped, self._call
         self._requests, self._aborted, self._dropped, self._call = [], [], [], ""
-        self._ranks.tell(_NEWS.text([*news]) if any(news) else "", [step, more, failed])
+        flags, self._requeued = [step, more, failed, self._requeued], False
+        self._ranks.tell(_NEWS.text([*news]) if any(news) else "", flags)
 
     def receive(self, seconds: float | None = None) -> StepDecision:
         """Wait for the first rank's next decision; by default as long as the group waits."""
-        text, flags = self._ranks.hear(3, seconds)
+        text, flags = self._ranks.hear(4, seconds)
         requests, aborted, dropped, call = _NEWS.value(text) if text else ((), (), (), "")
-        step, more, failed = map(bool, flags)
-        return StepDecision(requests, aborted, dropped, step, more, failed, call)
+        step, more, failed, requeued = map(bool, flags)
+        return StepDecision(requests, aborted, dropped, step, more, failed, requeued, call)

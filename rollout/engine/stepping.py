@@ -56,6 +56,10 @@ class SteppedEngine(SaverSide):
         """End requests of which nothing is told; the call that submitted them has failed."""
 
     @abstractmethod
+    def _requeue(self) -> None:
+        """Let running requests wait, without keys and values; raise a StateError if it cannot."""
+
+    @abstractmethod
     def _advance(self) -> list[Output]:
         """Run one step, and return what is new; without a step if requests have ended since."""
 
@@ -119,6 +123,20 @@ class SteppedEngine(SaverSide):
         self.decisions.abort([id])
 
     @held()
+    def requeue(self) -> None:
+        """Let running requests wait; later steps compute their prompts and answers again.
+
+        They keep the tokens that they have, and their keys and values are freed.
+
+        Raises:
+            StateError: A hosted engine cannot, or this is not the engine's first rank.
+        """
+        self.decisions.require_first("requeue")
+        self._require_owner("requeue")
+        self._requeue()
+        self.decisions.requeue()
+
+    @held()
     def step(self) -> list[Output]:
         """Compute the next token of every running sample, or a part of the prompts.
 
@@ -169,6 +187,8 @@ class SteppedEngine(SaverSide):
             self._enqueue(*request)
         self._abort(decision.aborted)
         self._drop(decision.dropped)
+        if decision.requeued:
+            self._requeue()
         return self._advance() if decision.step else []
 
     def _follow(self) -> tuple[list[Output], bool]:

@@ -309,6 +309,9 @@ def require_sampling(params: SamplingParams, library: str) -> None:
         if (value := getattr(params, name)) != getattr(SamplingParams, name):
             rule = f"{library} only samples its answers; leave it out, or use the native engine"
             raise ValueError(f"{name}={value}: {rule}")
+    if params.priority:
+        rule = f"{library} answers in order here; leave it out, or use the native engine"
+        raise ValueError(f"priority={params.priority}: {rule}")
     if params.adapter is not None:
         rule = f"{library} serves merged adapters here; leave it out, or use the native engine"
         raise ValueError(f"adapter={params.adapter!r}: {rule}")

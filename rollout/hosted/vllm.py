@@ -149,6 +149,9 @@ class VllmRollout(HostedRollout, SteppedEngine):
         for id in ids:
             self._open.pop(id, None)
 
+    def _requeue(self) -> None:
+        raise StateError("vLLM cannot start requests over; pause with keep, abort or wait")
+
     def _advance(self) -> list[Output]:
         if self._aborted or not self._open:
             aborted, self._aborted = self._aborted, []

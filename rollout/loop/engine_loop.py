@@ -7,15 +7,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 from memsaver import StateError
+from memsaver.types import check_choice
 from rollout.engine.step_decisions import StepDecision
 from rollout.engine.stepping import SteppedEngine, joined
 from rollout.loop.owner import OwnerThread, fail, settle, when_cancelled
 from rollout.requests import Completion, Output, SamplingParams, for_each
 
 OnOutput = Callable[[Output], None]
+PauseMode = Literal["keep", "recompute", "abort", "wait"]
+"""What a pause of generation means for unfinished requests.
+
+With "keep" they wait with their keys and values, and go on over these. With "recompute" they keep
+their tokens alone, and compute keys and values again. With "abort" they end with their present
+answers. With "wait" the pause begins when they have ended.
+"""
 _FOREVER = 10.0 * 365 * 24 * 3600  # seconds: an idle engine waits for its first rank
 _CLOSE = "close"
 
@@ -44,6 +53,11 @@ class _Request:
             settle(self.future, lambda: joined(self.outputs)[0])
         return self.ended == self.params.n
 
+    def end_unbegun(self) -> None:
+        """End a request that the engine does not know, with empty samples."""
+        empty = Completion(token_ids=[], logprobs=[], finish_reason="abort", weight_versions=[])
+        settle(self.future, lambda: [empty] * self.params.n)
+
 
 class EngineLoop(OwnerThread):
     """Thread that steps an engine while requests are unfinished, whoever submitted them.
@@ -57,16 +71,21 @@ class EngineLoop(OwnerThread):
 
     Args:
         engine: The engine, which no other thread may use until `close`.
+        on_turn: Called after each step, and each request or call that was taken, in the loop's
+            thread. It must be quick, and raise nothing.
 
     Raises:
         StateError: This is not the engine's first rank.
     """
 
-    def __init__(self, engine: SteppedEngine) -> None:
+    def __init__(self, engine: SteppedEngine, on_turn: Callable[[], None] = lambda: None) -> None:
         engine.decisions.require_first("EngineLoop")
         self._open: dict[int, _Request] = {}
         self._stalled = False  # no step is possible until a call changes that
-        super().__init__(engine)
+        self._paused = False
+        self._ending: list[Future[None]] = []  # pauses that wait for the ends of all requests
+        self._held: list[list[_Request]] = []  # came since a pause
+        super().__init__(engine, on_turn)
 
     def submit(
         self,
@@ -128,6 +147,36 @@ class EngineLoop(OwnerThread):
         """
         self._put(partial(self._abort, {*futures}))
 
+    def pause_generation(self, mode: PauseMode = "keep") -> Future[None]:
+        """Run no steps until `resume_generation`; later requests wait for it.
+
+        Calls go on, such as a sleep or a weight update. A request that is aborted meanwhile ends
+        at once.
+
+        Args:
+            mode: What this means for unfinished requests.
+
+        Returns:
+            None, once no step runs. A StateError: the engine cannot do what `mode` says, and
+            nothing changed; or with "wait", it cannot generate, or generation was resumed before
+            all requests had ended.
+
+        Raises:
+            ValueError: The mode is unknown.
+        """
+        check_choice("mode", mode, PauseMode)
+        future: Future[None] = Future()
+        self._put(partial(self._pause, mode, future), future)
+        return future
+
+    def resume_generation(self) -> Future[None]:
+        """Run steps again, and take the requests that have come meanwhile.
+
+        Returns:
+            None, once they are queued.
+        """
+        return self.call(self._resume)
+
     def close(self) -> None:
         """End all requests and the thread, and the loops of the other ranks.
 
@@ -147,13 +196,60 @@ class EngineLoop(OwnerThread):
 
     def _turn(self) -> None:
         left = self._open or self.engine.unfinished
-        if left and not self._stalled and self._inbox.empty():
+        if not left:
+            self._end_waits(None)
+        stopped = self._stalled or (self._paused and not self._ending)
+        if left and not stopped and self._inbox.empty():
             self._step()
         else:
             super()._turn()
             self._stalled = False
 
+    def _pause(self, mode: PauseMode, future: Future[None]) -> None:
+        reason = self.engine.unavailable_reason()
+        if mode != "wait":
+            settle(future, partial(self._stop, mode))
+        elif reason and self.engine.unfinished:
+            fail(future, StateError(f"requests cannot end before the pause: {reason}"))
+        else:
+            self._paused = True
+            self._ending.append(future)
+
+    def _stop(self, mode: PauseMode) -> None:
+        """Pause at once, after all that `mode` asks for."""
+        if mode == "recompute":
+            self.engine.requeue()
+        elif mode == "abort":
+            self._end_requests(self.engine.unfinished)
+        self._paused = True
+
+    def _resume(self) -> None:
+        self._paused = False
+        self._end_waits(StateError("generation was resumed before all requests had ended"))
+        held, self._held = self._held, []
+        for requests in held:
+            self._accept(requests)
+
+    def _end_waits(self, error: Exception | None) -> None:
+        """Settle the pauses that wait for the ends of all requests."""
+        ending, self._ending = self._ending, []
+        for future in ending:
+            if error is None:
+                settle(future, lambda: None)
+            else:
+                fail(future, error)
+
+    def _end_requests(self, ids: Sequence[int]) -> None:
+        """End requests, and tell so in a step that runs nothing."""
+        for id in ids:
+            self.engine.abort(id)
+        if ids:
+            self._step()
+
     def _accept(self, requests: Sequence[_Request]) -> None:
+        if self._paused:
+            self._held.append([*requests])
+            return
         accepted: dict[int, _Request] = {}
         try:
             for request in requests:
@@ -174,15 +270,20 @@ class EngineLoop(OwnerThread):
             self._open |= accepted
 
     def _abort(self, futures: set[Future[list[Completion]]]) -> None:
-        for id, request in self._open.items():
-            if request.future in futures:
-                self.engine.abort(id)
+        self._end_requests([id for id, request in self._open.items() if request.future in futures])
+        for batch in self._held:
+            for request in [request for request in batch if request.future in futures]:
+                request.end_unbegun()
+                batch.remove(request)
 
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
         except Exception as error:
             self._stalled = True
+            if self._ending:
+                self._end_waits(error)
+                self._resume()
             if not (isinstance(error, StateError) and self.engine.unavailable_reason()):
                 self._fail_all(error)
         else:
@@ -219,7 +320,10 @@ class EngineLoop(OwnerThread):
         settle(future, call)
 
     def _close(self) -> None:
-        self._fail_all(StateError("the request ended with the loop of its engine, which is closed"))
+        error = StateError("the request ended with the loop of its engine, which is closed")
+        self._fail_all(error)
+        for request in chain.from_iterable(self._held):
+            fail(request.future, error)
         self.engine.step()
         self.engine.decisions.call(_CLOSE)
         self._closing = True

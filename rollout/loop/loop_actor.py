@@ -8,14 +8,10 @@ from typing import Any
 from rollout.actor_base import ActorBase
 from rollout.engine.stepping import SteppedEngine
 from rollout.loop.engine_loop import EngineLoop, FollowingLoop
+from rollout.loop.owned_engine import SHARED
 from rollout.loop.owner import settle
 from rollout.requests import Completion
 
-SHARED = {
-    "abort_update", "alias_update", "begin_update", "commit_update", "forget_prefixes", "load",
-    "load_adapter", "serve_update", "shrink", "sleep", "sync_weights", "unload_adapter", "wake_up",
-}  # fmt: skip
-"""Methods that change what a step computes: all ranks call them between the same two steps."""
 _WITHOUT_ENGINE = {"build", "follow", "generate", "meet", "pid"}
 
 

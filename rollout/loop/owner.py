@@ -21,9 +21,9 @@ _log = logging.getLogger("rollout")
 class OwnerThread(ABC):
     """Thread that alone uses an engine until it ends. Any thread may call its public methods."""
 
-    def __init__(self, engine: SteppedEngine) -> None:
-        """Start the thread."""
-        self.engine = engine
+    def __init__(self, engine: SteppedEngine, on_turn: Callable[[], None] = lambda: None) -> None:
+        """Start the thread, which calls `on_turn` after each thing that it does, and at its end."""
+        self.engine, self._on_turn = engine, on_turn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wanted: set[Future[Any]] = set()  # fail with the thread
         self._closing = False
@@ -69,6 +69,7 @@ class OwnerThread(ABC):
         try:
             while not self._closing:
                 self._turn()
+                self._on_turn()
         except Exception as error:
             _log.warning("the loop of an engine ends: %s: %s", type(error).__name__, error)
             end = error
@@ -77,6 +78,7 @@ class OwnerThread(ABC):
             self._end = end
         for future in [*self._wanted]:
             fail(future, end)
+        self._on_turn()
 
     def _put(self, work: Callable[[], None], *wanted: Future[Any]) -> None:
         """Let the thread do something; once it has ended, or ends before, the futures fail."""

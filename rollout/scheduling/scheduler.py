@@ -26,6 +26,8 @@ from rollout.weights.adapters import ServedAdapter
 class Scheduler:
     """First-come, first-served policy, which owns the queue and the running samples.
 
+    Samples of another priority come before or after all of this one.
+
     A prompt is admitted when all pages that it needs at any one time are free, plus one page for
     each of its samples and for each running sample, so that preemption is rare. Its pages are
     allocated chunk by chunk, and pages that its sliding window has left are freed. The token budget
@@ -105,7 +107,18 @@ class Scheduler:
         for first in range(0, len(samples), group):
             leader, *siblings = samples[first : first + group]
             leader.siblings = siblings
-            self.waiting.append(leader)
+            self._queue(leader)
+
+    def _queue(self, sample: Sample, first: bool = False) -> None:
+        """Queue a sample as the last, or the first, of those that have its priority."""
+        own, size = sample.params.priority, len(self.waiting)
+        if first:
+            behind = (at for at, s in enumerate(self.waiting) if s.params.priority >= own)
+            place = next(behind, size)
+        else:
+            before = (at for at, s in enumerate(reversed(self.waiting)) if s.params.priority <= own)
+            place = size - next(before, size)
+        self.waiting.insert(place, sample)
 
     def wanted_tokens(self) -> int:
         """Return the tokens that samples can use together, with one extra page per sample."""
@@ -416,7 +429,7 @@ class Scheduler:
             self._release_all(sample.beams)
             sample = sample.beams.restart()
         sample.remote = False  # keys and values that are still under way will be ignored
-        self.waiting.appendleft(sample)
+        self._queue(sample, first=True)
         self.preemptions += 1
 
     def _finish(self, sample: Sample, reason: FinishReason) -> None:

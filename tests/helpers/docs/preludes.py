@@ -96,6 +96,7 @@ PRELUDES: dict[str, Prelude] = {
     "docs/weight-sync.md": _weight_sync,
     "docs/compat.md": _compat,
     "docs/how-to/adapters.md": _adapters,
+    "docs/how-to/async-engine.md": _model,
     "docs/how-to/decoding.md": _model,
     "docs/how-to/own-loop.md": _model,
     "docs/how-to/other-trainers.md": _other_trainers,

@@ -71,7 +71,7 @@ def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
 
 
 def staggered(loop: EngineLoop) -> list[list[Completion]]:
-    """Return the answers to 40 requests of four threads, with sleeps and reports between them."""
+    """Return the answers to 40 requests of four threads, with sleeps and pauses between them."""
     answers: dict[int, list[Completion]] = {}
 
     def ask(first: int) -> None:
@@ -84,6 +84,9 @@ def staggered(loop: EngineLoop) -> list[list[Completion]]:
     for thread in threads:
         thread.start()
     sleep_and_wake(loop)
+    for mode in ("keep", "recompute") * 2:
+        loop.pause_generation(mode).result(60)  # type: ignore[arg-type]
+        loop.resume_generation().result(60)
     for thread in threads:
         thread.join()
     return [answers[number] for number in range(len(PROMPTS))]

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -88,7 +89,7 @@ class EngineServer(UpdatedServer):
             video_data: Must be None.
             audio_data: Must be None.
             mm_processor_kwargs: Ignored.
-            priority: Ignored: requests are served in the order of their arrival.
+            priority: Requests of lower numbers leave the queue first.
 
         Returns:
             The answer. Log-probs are those of log_softmax(logits / temperature), before top-k and
@@ -107,6 +108,7 @@ class EngineServer(UpdatedServer):
                 )
         prompt = normalize_token_ids(prompt_ids)
         params = sampling(sampling_params, self._config, len(prompt), self._limit, request_id)
+        params = replace(params, priority=priority)
         while not self._admitting.is_set():
             if self._rejecting:
                 return self._output(None, log_probs=False)

@@ -1,0 +1,287 @@
+"""An engine that coroutines share: requests at any time, streams of what is new, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence, Sized
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Self
+
+from kvcache.config import check_counts
+from memsaver import StateError
+from rollout.engine.stepping import SteppedEngine
+from rollout.loop.engine_loop import EngineLoop, PauseMode
+from rollout.loop.owned_engine import OwnedEngine
+from rollout.loop.router import most_tokens
+from rollout.requests import Completion, Output, SamplingParams, not_token_ids
+
+_PLAIN = SamplingParams()
+_RECENT = 128  # steps whose tokens tell the rate
+
+
+class QueueFull(RuntimeError):
+    """So many requests wait for their first tokens that another one is refused.
+
+    Attributes:
+        waiting: Number of requests that wait.
+        tokens: Their tokens: prompts, and the most that their answers may have.
+        seconds: Time that the engine needs for these at its present rate; None: it has none yet.
+    """
+
+    def __init__(self, waiting: int, tokens: int, seconds: float | None) -> None:
+        self.waiting, self.tokens, self.seconds = waiting, tokens, seconds
+        late = "" if seconds is None else f", about {seconds:.0f} s of work"
+        text = (
+            f"{waiting} requests with {tokens} tokens wait{late}; ask later, or raise max_waiting"
+        )
+        super().__init__(text)
+
+
+class TokenStream:
+    """The answer to one request: an asynchronous iterator of what is new.
+
+    Each `Output` has the tokens of one sample that have come since the last one; a slow reader gets
+    longer ones. The error of the request is raised after its last tokens. A task that is cancelled
+    while it reads ends the request; so does the end of `async with stream`. A loop over the stream
+    that is left in another way leaves it running.
+
+    `AsyncEngine.submit` makes it, in a coroutine.
+
+    Args:
+        abort: Ends the request of a future.
+
+    Attributes:
+        events: The event loop of its readers.
+        arrived: What came since the last read, from the engine's thread.
+        future: The samples as a whole.
+    """
+
+    future: Future[list[Completion]]
+
+    def __init__(self, abort: Callable[[Future[list[Completion]]], None]) -> None:
+        self.events = asyncio.get_running_loop()
+        self.arrived = deque[Output]()
+        self._abort = abort
+        self._news = asyncio.Event()
+        self._pieces = deque[Output]()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._pieces:
+            ended = self.future.done()  # before the last tokens are taken
+            self._pieces.extend(_joined(self.arrived))
+            if not self._pieces:
+                if ended:
+                    self.future.result()
+                    raise StopAsyncIteration
+                await self._wait(self.arrived)
+        return self._pieces.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._abort(self.future)
+
+    async def result(self) -> list[Completion]:
+        """Wait for all samples, as a whole, whatever of them was read.
+
+        Returns:
+            The samples.
+
+        Raises:
+            Exception: As `EngineLoop.submit` says.
+        """
+        while not self.future.done():
+            await self._wait()
+        return self.future.result()
+
+    async def abort(self) -> list[Completion]:
+        """End the request; one that has ended is left alone.
+
+        Returns:
+            Its samples, with their present answers.
+        """
+        self._abort(self.future)
+        return await self.result()
+
+    def wake(self) -> None:
+        """Let readers look for news, in the event loop."""
+        self._news.set()
+
+    async def _wait(self, arrived: Collection[Output] = ()) -> None:
+        """Wait for news, unless something has arrived or the request has ended."""
+        self._news.clear()
+        if arrived or self.future.done():
+            return
+        try:
+            await self._news.wait()
+        except asyncio.CancelledError:
+            self._abort(self.future)
+            raise
+
+
+class AsyncEngine:
+    """An engine that a thread of its own steps, for any number of coroutines.
+
+    Requests of all callers are computed together. The engine's memory, weights and adapters are
+    changed through `engine`, between two steps.
+
+    Args:
+        engine: The engine, which nothing else may use until `close`; of several ranks, the first.
+        max_waiting: Number of requests that may wait for their first tokens.
+
+    Attributes:
+        engine: The engine, for callers in other threads than its own: its methods run between two
+            steps. It is a target of `Trainer.connect`.
+
+    Raises:
+        StateError: This is not the engine's first rank.
+        ValueError: `max_waiting` is no positive integer.
+    """
+
+    def __init__(self, engine: SteppedEngine, max_waiting: int = 1024) -> None:
+        self.max_waiting = max_waiting
+        check_counts(self, "max_waiting")
+        self._waiting: dict[TokenStream, int] = {}  # tokens of each
+        self._touched: defaultdict[asyncio.AbstractEventLoop, dict[TokenStream, None]]
+        self._touched = defaultdict(dict)
+        self._told = deque[tuple[float, int]](maxlen=_RECENT)  # (seconds, tokens) of steps
+        self._tokens, self._begun = 0, time.monotonic()  # of the present turn
+        self._closed = False
+        self._loop = EngineLoop(engine, self._flush)
+        self.engine: Any = OwnedEngine(self._loop)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close(abort=error[0] is not None)
+
+    def submit(self, token_ids: Sequence[int], params: SamplingParams = _PLAIN) -> TokenStream:
+        """Begin to answer a request. It waits while the engine sleeps, or generation is paused.
+
+        Args:
+            token_ids: The prompt.
+            params: Sampling parameters.
+
+        Returns:
+            The answer. A ValueError of its readers says that the prompt is invalid.
+
+        Raises:
+            QueueFull: `max_waiting` requests wait.
+            StateError: The engine is closed.
+            ValueError: The prompt is no sequence.
+        """
+        if not isinstance(token_ids, Sized):
+            raise not_token_ids("the prompt")
+        if self._closed:
+            raise StateError("this AsyncEngine is closed, and takes no requests")
+        if (waiting := len(self._waiting)) >= self.max_waiting:
+            tokens = sum([*self._waiting.values()])
+            raise QueueFull(waiting, tokens, self._seconds(tokens))
+        stream = TokenStream(self._loop.abort)
+        self._waiting[stream] = most_tokens(token_ids, params)
+        arrived = partial(self._arrived, stream)
+        stream.future = self._loop.submit(token_ids, params, arrived, asleep="queue")
+        stream.future.add_done_callback(lambda _: self._ended(stream))
+        return stream
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        """Run no steps until `resume_generation`; later requests wait. See `EngineLoop`.
+
+        Args:
+            mode: What this means for unfinished requests.
+        """
+        await asyncio.wrap_future(self._loop.pause_generation(mode))
+
+    async def resume_generation(self) -> None:
+        """Run steps again."""
+        await asyncio.wrap_future(self._loop.resume_generation())
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the engine between two steps, and wait for it, such as "sleep".
+
+        Args:
+            method: Its name.
+            *args: Its arguments.
+            **kwargs: Its arguments by name.
+
+        Returns:
+            What it returns.
+        """
+        return await asyncio.wrap_future(self.engine.begin_call(method, *args, **kwargs))
+
+    async def close(self, *, abort: bool = False) -> None:
+        """Take no more requests, wait for the open ones, and end the thread.
+
+        Then anything may use the engine again.
+
+        Args:
+            abort: End the open requests with their present answers instead.
+
+        Raises:
+            StateError: The engine cannot answer the open requests, which have ended with an error.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not abort:
+                await self.resume_generation()
+            await self.pause_generation("abort" if abort else "wait")
+        finally:
+            await asyncio.to_thread(self._loop.close)
+
+    def _seconds(self, tokens: int) -> float | None:
+        """Return the time for tokens at the rate of the last steps."""
+        if not (told := [*self._told]):
+            return None
+        return tokens * sum(seconds for seconds, _ in told) / sum(count for _, count in told)
+
+    # ---------------------------------------------------------------- in the engine's thread
+
+    def _arrived(self, stream: TokenStream, output: Output) -> None:
+        self._waiting.pop(stream, None)
+        stream.arrived.append(output)
+        self._touched[stream.events][stream] = None
+        self._tokens += len(output.token_ids)
+
+    def _ended(self, stream: TokenStream) -> None:
+        self._waiting.pop(stream, None)
+        if self._loop.inside:
+            self._touched[stream.events][stream] = None
+        else:  # cancelled by a caller, or refused by a loop that has ended
+            stream.events.call_soon_threadsafe(stream.wake)
+
+    def _flush(self) -> None:
+        """Wake the event loops once, for all news of a turn."""
+        now = time.monotonic()
+        if self._tokens:
+            self._told.append((now - self._begun, self._tokens))
+        self._tokens, self._begun = 0, now
+        while self._touched:
+            events, streams = self._touched.popitem()
+            try:
+                events.call_soon_threadsafe(_wake, streams)
+            except RuntimeError:  # the event loop is closed: nobody reads
+                self._loop.abort(*(stream.future for stream in streams))
+
+
+def _wake(streams: dict[TokenStream, None]) -> None:
+    for stream in streams:
+        stream.wake()
+
+
+def _joined(arrived: deque[Output]) -> list[Output]:
+    """Take all outputs, and join those of each sample."""
+    parts: dict[int, list[Output]] = {}
+    while arrived:
+        output = arrived.popleft()
+        parts.setdefault(output.sample, []).append(output)
+    return [Output.joined(outputs) for outputs in parts.values()]
