@@ -62,16 +62,20 @@ class LowerTiers:
     def private_pages(self) -> int:
         return len(self._private)
 
-    def take_private(self, wanted: frozenset[bytes]) -> int:
-        """Allocate a host page without a key; return 0 if that would drop `wanted` pages."""
-        taken = self._take(1, wanted)
+    def take_private(self, count: int, wanted: frozenset[bytes]) -> tuple[int, ...]:
+        """Allocate host pages without keys; none if that would drop `wanted` pages."""
+        taken = self._take(count, wanted)
+        if len(taken) < count:
+            self.host.allocator.free_pages(taken)
+            return ()
         self._private.update(taken.tolist())
-        return int(taken[0]) if len(taken) else 0
+        return tuple(taken.tolist())
 
-    def free_private(self, page: int) -> None:
-        """Free a page of `take_private`, even while it is being copied."""
-        self._private.remove(page)
-        self.host.allocator.free_pages([page])
+    def free_private(self, pages: Sequence[int]) -> None:
+        """Free pages of `take_private`, even while they are being copied."""
+        assert self._private.issuperset(pages), "pages are freed once"
+        self._private.difference_update(pages)
+        self.host.allocator.free_pages(pages)
 
     def raise_version(self, version: int) -> None:
         """Start a new weight version, which makes every page a miss, in O(1)."""
@@ -310,35 +314,35 @@ class TieredPrefixCache(RadixCache):
         """Wait on the host for all copies. Required before the pool's tag is paused."""
         self._last.synchronize()
 
-    def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Start to copy up to one page of device slots, int64 `[n]`, to a separate host page.
+    def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes] = ()) -> tuple[int, ...]:
+        """Start to copy device slots, int64 `[n]`, to separate host pages, in their order.
 
         Host pages with a hash in `wanted` are not dropped to make room. Call `wait_for_copies`
         before the slots are written to.
 
         Returns:
-            The host page, or 0 if the host has no room.
+            The host pages; none if the host has no room.
 
         Raises:
             ValueError: The pool's fp8 scales have changed.
         """
-        page = self.lower.take_private(frozenset(wanted))
-        if page:
+        pages = self.lower.take_private(-(-len(slots) // self.page_size), frozenset(wanted))
+        if pages:
             try:
-                host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
+                host_slots = self.lower.host.slots_of(np.array(pages))[: len(slots)]
                 self._last = self.lower.host.backup_from_device_all_layer(host_slots, slots)
             except BaseException:
-                self.lower.free_private(page)
+                self.lower.free_private(pages)
                 raise
-        return page
+        return pages
 
-    def load_private(self, page: int, slots: torch.Tensor) -> HostTransfer:
-        """Start to copy a page of `store_private` to device slots, int64 `[n]`.
+    def load_private(self, pages: Sequence[int], slots: torch.Tensor) -> HostTransfer:
+        """Start to copy pages of `store_private` to device slots, int64 `[n]`.
 
         Raises:
             ValueError: The pool's fp8 scales have changed.
         """
-        host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
+        host_slots = self.lower.host.slots_of(np.array(pages))[: len(slots)]
         self._last = self.lower.host.load_to_device(host_slots, slots)
         return self._last
 

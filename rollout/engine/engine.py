@@ -387,7 +387,7 @@ class Engine(EngineBase, SteppedEngine):
         if unfinished == "refuse" and (left := self.scheduler.unfinished):
             raise StateError(
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
-                f'sleep with unfinished="recompute" or "abort"'
+                f'sleep with unfinished="recompute", "keep" or "abort"'
             )
 
     def _sleep_caches(self, tags: Sequence[str], unfinished: Unfinished, release: Release) -> None:
@@ -396,7 +396,10 @@ class Engine(EngineBase, SteppedEngine):
             if unfinished == "abort":
                 self.scheduler.abort(left)
                 self.decisions.abort([sample.request for sample in left])
-            self.scheduler.preempt_all()
+            if unfinished == "keep" and KV_CACHE in tags:
+                self.scheduler.park_all()
+            elif unfinished != "keep":
+                self.scheduler.preempt_all()
             if ADAPTER_SLOTS in tags:
                 self.saver.pause(ADAPTER_SLOTS, content="host", release=release)
             others = [tag for tag in tags if tag != ADAPTER_SLOTS]
@@ -630,6 +633,7 @@ class Engine(EngineBase, SteppedEngine):
         """Let running requests compute their keys and values again, unless they are to be kept."""
         if in_flight == "recompute":
             self.scheduler.preempt_all()
+            self.scheduler.forget_parked()
 
     def require_current(self, together: bool = False) -> None:
         """Check that the engine can compute; forget keys and values that were lost.

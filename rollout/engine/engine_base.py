@@ -28,7 +28,7 @@ InFlight = Literal["refuse", "recompute", "keep"]
 With "recompute" they start over under the new version, and keep the tokens that they have. With
 "keep" they go on over keys and values of the old version, which no other request uses.
 """
-Unfinished = Literal["refuse", "recompute", "abort"]
+Unfinished = Literal["refuse", "recompute", "keep", "abort"]
 """What `sleep` does with unfinished requests."""
 
 
@@ -314,9 +314,11 @@ class EngineBase(SaverSide):
             level: 1 keeps the weights in host memory. 2 discards them: they are undefined until a
                 weight update commits.
             unfinished: "refuse" refuses to sleep while requests are unfinished. "recompute"
-                computes them again after the wake-up, under the version that is loaded then; hosted
-                engines, which cannot start requests over, refuse. "abort" ends them with their
-                present answers.
+                computes them again after the wake-up, under the version that is loaded then. "keep"
+                copies their keys and values to the host tier, and they go on over these, whatever
+                version is loaded then; those without room there are computed again, as in
+                `EngineStats`. Hosted engines refuse both. "abort" ends them with their present
+                answers.
             tags: Tags to pause; None: all.
             into: The trainer's tag (of the peer set by `hand_over_to`) that is reloaded next. It
                 receives the memory that it needs, and the driver the rest.

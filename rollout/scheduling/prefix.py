@@ -26,11 +26,17 @@ _QUERY_SECONDS = 0.02  # minimum time between two queries of free memory
 
 @dataclass(frozen=True, kw_only=True)
 class Swapped:
-    """Keys and values of a preempted sample that wait on the host."""
+    """Keys and values of a preempted sample that wait on the host.
+
+    If they are `private`, the sample has all of them to itself, and goes on over them whatever
+    weights are served then. Otherwise whole pages are found by their tokens, as cached ones.
+    """
 
     tokens: int  # number of the sample's leading tokens that were saved
     version: int  # of the prefix cache, under which they were computed
-    page: int  # host page with the tokens after the last whole page; 0 if there are none
+    pages: tuple[int, ...]  # the sample's own host pages, with all tokens or the last ones
+    private: bool = False
+    format: tuple[object, ...] = ()  # of the pool's values
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,16 @@ class PrefixBlocks:
         ledgers = self.blocks.ledgers
         return tuple(replace(ledger, available=ledger.available + cached) for ledger in ledgers)
 
-    def held_pages(self, tokens: Sequence[int], namespace: int | None = None) -> int:
+    def held_pages(
+        self,
+        tokens: Sequence[int],
+        swapped: Swapped | None = None,
+        namespace: int | None = None,
+    ) -> int:
         """Return the number of pages of running sequences that `admit` would share."""
         self._notice_format()
+        if swapped is not None and swapped.private:
+            return 0
         held = self.cache.peek(tokens[:-1], extra_key=namespace)[1]
         return held // self.cache.page_size
 
@@ -156,11 +169,13 @@ class PrefixBlocks:
             self.cache.dec_lock_ref(held.node)  # first, because the next can fail on the device
             self.blocks.release(handle)
 
-    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
+    def swap_out(
+        self, handle: ReqHandle, tokens: Sequence[int], private: bool = False
+    ) -> Swapped | None:
         """Copy keys and values of a sequence's computed `tokens` to the host, before its `release`.
 
-        The sequence will be admitted again later. Without a copy (None), its tokens have to be
-        computed again.
+        The sequence will be admitted again later; with `private`, over these keys and values even
+        if new weights are served then. Without a copy (None), its tokens have to be computed again.
         """
         return None
 

@@ -226,7 +226,8 @@ class Scheduler:
             members = 1 + len(sample.siblings)
             if rows + members > self.max_running:
                 break
-            held = self.blocks.held_pages(sample.tokens(0, sample.length), sample.namespace)
+            tokens = sample.tokens(0, sample.length)
+            held = self.blocks.held_pages(tokens, sample.swapped, sample.namespace)
             needed = [self._needed(ledger, sample.length) - held for ledger in ledgers]
             wanted = [n + more for n, more in zip(taken, needed, strict=True)]
             pairs = zip(wanted, ledgers, strict=True)
@@ -378,6 +379,17 @@ class Scheduler:
         while self.running:
             self.preempt(self.running[-1])
 
+    def park_all(self) -> None:
+        """Requeue every running sample, with its keys and values on the host if there is room."""
+        while self.running:
+            self._make_room(self.running[-1], private=True)
+
+    def forget_parked(self) -> None:
+        """Let all samples that wait with keys and values of their own compute them again."""
+        for sample in self.waiting:
+            if sample.swapped is not None and sample.swapped.private:
+                self._forget_swapped(sample)
+
     def serve(self, adapter: ServedAdapter, again: bool) -> None:
         """Let samples go on under an adapter that was written over theirs.
 
@@ -387,7 +399,8 @@ class Scheduler:
         mine = [s for s in self.unfinished if s.adapter and s.adapter.slot == adapter.slot]
         for sample in mine:
             sample.adapter = adapter
-            self._forget_swapped(sample)
+            if again or sample.swapped is None or not sample.swapped.private:
+                self._forget_swapped(sample)
             if sample.rows is not None:
                 self.rows.note_adapter(sample)
         for sample in reversed(mine):
@@ -411,10 +424,11 @@ class Scheduler:
         for member in sample.beams.members:
             member.finish_reason = reason
 
-    def _make_room(self, sample: Sample) -> None:
-        """Preempt the sample, and swap its pages out if `KVTiers.preemption` is "swap"."""
+    def _make_room(self, sample: Sample, private: bool = False) -> None:
+        """Preempt the sample, and swap its pages out if the tiers do so."""
         if sample.beams is None:  # branches share pages and start over together
-            sample.swapped = self.blocks.swap_out(_handle(sample), sample.computed_tokens())
+            tokens = sample.computed_tokens()
+            sample.swapped = self.blocks.swap_out(_handle(sample), tokens, private)
         if sample.swapped is None:
             self.stats.preempted_recompute += 1
         else:

@@ -3,7 +3,9 @@
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,8 +47,9 @@ class TieredBlocks(PrefixBlocks):
         swapped: Swapped | None = None,
         namespace: int | None = None,
     ) -> tuple[ReqHandle, int] | None:
+        private = swapped is not None and swapped.private
         try:
-            admitted = super().admit(tokens, namespace=namespace)
+            admitted = super().admit(() if private else tokens, namespace=namespace)
             if admitted is None or swapped is None:
                 return admitted
             handle, computed = admitted
@@ -59,27 +62,46 @@ class TieredBlocks(PrefixBlocks):
             if swapped is not None:
                 self.forget(swapped)
 
-    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
+    def swap_out(
+        self, handle: ReqHandle, tokens: Sequence[int], private: bool = False
+    ) -> Swapped | None:
         held = self._held[handle]
+        if private:
+            return self._park(handle, len(tokens), held.version)
         if not self._swaps or held.version != self.tiers.version:
             return None
         hashes = page_hashes(tokens, self.tiers.page_size, held.namespace)
         kept = self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
-        page, whole = 0, len(hashes) * self.tiers.page_size
+        pages: tuple[int, ...] = ()
+        whole = len(hashes) * self.tiers.page_size
         if kept and whole < len(tokens):
-            slots = torch.from_numpy(self.blocks.token_ids(handle, whole, len(tokens)))
-            page = self.tiers.store_private(slots, hashes)
+            pages = self._store(handle, whole, len(tokens), hashes)
+        else:
+            self.tiers.wait_for_copies()  # the caller frees the sequence's pages next
+        return Swapped(tokens=len(tokens), version=held.version, pages=pages) if kept else None
+
+    def _park(self, handle: ReqHandle, tokens: int, version: int) -> Swapped | None:
+        """Copy all that a sequence has computed to host pages of its own."""
+        self._notice_format()
+        pages = self._store(handle, 0, tokens)
+        how: Any = {"private": True, "format": self._format}
+        return Swapped(tokens=tokens, version=version, pages=pages, **how) if pages else None
+
+    def _store(
+        self, handle: ReqHandle, first: int, last: int, wanted: Sequence[bytes] = ()
+    ) -> tuple[int, ...]:
+        """Copy the keys and values of tokens [first, last) to host pages without hashes."""
+        slots = torch.from_numpy(self.blocks.token_ids(handle, first, last))
+        pages = self.tiers.store_private(slots, wanted)
         try:
             self.tiers.wait_for_copies()  # the caller frees the sequence's pages next
         except BaseException:
-            if page:
-                self.tiers.lower.free_private(page)
+            self.tiers.lower.free_private(pages)
             raise
-        return Swapped(tokens=len(tokens), version=held.version, page=page) if kept else None
+        return pages
 
     def forget(self, swapped: Swapped) -> None:
-        if swapped.page:
-            self.tiers.lower.free_private(swapped.page)
+        self.tiers.lower.free_private(swapped.pages)
 
     def loads(self) -> tuple[HostTransfer, ...]:
         self._loads = [load for load in self._loads if not load.done]
@@ -112,22 +134,36 @@ class TieredBlocks(PrefixBlocks):
         return match
 
     def _restore(self, handle: ReqHandle, computed: int, swapped: Swapped) -> int:
-        """Load the last page of a swapped sample; return the number of computed tokens.
+        """Load a swapped sample's own pages; return the number of computed tokens.
 
         `computed` is the number of tokens that the prefix cache has provided.
         """
+        if swapped.private:
+            return self._unpark(handle, swapped)
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
         stale = swapped.version != self.tiers.version
         if stale or computed < whole:
             why = "the weights changed" if stale else "the tiers dropped pages"
             text = "a swapped sample computes %d of %d tokens again: %s"
             _log.info(text, swapped.tokens - computed, swapped.tokens, why)
-        elif computed == whole and swapped.page:
-            slots = self.grow(np.array([handle.row]), np.array([swapped.tokens]))
-            if slots is not None:
-                self._loads.append(self.tiers.load_private(swapped.page, slots))
-                computed = swapped.tokens
+        elif computed == whole and swapped.pages and self._load(handle, swapped):
+            computed = swapped.tokens
         return computed
+
+    def _unpark(self, handle: ReqHandle, swapped: Swapped) -> int:
+        """Load all that a parked sample had computed, under the version of then."""
+        if swapped.format != self._format or not self._load(handle, swapped):
+            return 0
+        self._held[handle] = replace(self._held[handle], version=swapped.version)
+        return swapped.tokens
+
+    def _load(self, handle: ReqHandle, swapped: Swapped) -> bool:
+        """Start to load a swapped sample's own pages; return False if device pages are short."""
+        slots = self.grow(np.array([handle.row]), np.array([swapped.tokens]))
+        if slots is None:
+            return False
+        self._loads.append(self.tiers.load_private(swapped.pages, slots))
+        return True
 
     def _notice_format(self) -> None:
         before = self._format

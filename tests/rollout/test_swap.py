@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from rollout import Completion, SamplingParams
+from rollout import Completion, Engine, Output, SamplingParams
 from tests.helpers.case_selection import pairwise
+from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import assert_same, check, random_prompts, run
-from tests.helpers.rollout.tiers import blocks_of, failing, make, swap_if, tiered
-from tests.helpers.rollout.updates import tiny
+from tests.helpers.rollout.tiers import blocks_of, failing, lose_device, make, swap_if, tiered
+from tests.helpers.rollout.updates import greedy_over_old_keys, tiny, update
 
 LONG = SamplingParams(max_tokens=28, temperature=0)
 CROWD = (20, 25, 30, 16, 23)
@@ -105,3 +106,111 @@ def test_failed_step_leaves_no_swapped_pages_or_locks(
         assert blocks_of(engine).tiers.protected_size == 0
     assert engine.stats.preempted_swap > 0
     check(tiny(0), crowd(), [[answer] for answer in run(engine, crowd(), LONG)])
+
+
+def finish(engine: Engine) -> dict[int, list[Completion]]:
+    """Return what is told of each request from now on, to its end."""
+    outputs: dict[tuple[int, int], list[Output]] = {}
+    while engine.unfinished:
+        for output in engine.step():
+            outputs.setdefault((output.id, output.sample), []).append(output)
+        engine.check_integrity()
+    ends: dict[int, list[Completion]] = {}
+    for (id, _), parts in sorted(outputs.items()):
+        ends.setdefault(id, []).append(Completion.joined(parts))
+    return ends
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_that_keeps_requests_computes_no_token_twice(
+    path: Path, device: str, level: int
+) -> None:
+    """Sleep in several states of five requests with siblings: in prompts, before and after forks.
+
+    Their weights come back, as a new version where the sleep discards them.
+    """
+    engine = tiered(path, device=device, kv_tokens=512, engine={"max_prefill_tokens": 16})
+    params = replace(LONG, n=2)
+    plain = make(path, device=device, prefix_cache=False, kv_tokens=2048)
+    ids = [engine.submit(prompt, params, stream=False) for prompt in crowd()]
+    for version in range(1, 5):
+        for _ in range(4):
+            engine.step()
+        running = len(engine.scheduler.running)
+        engine.sleep(level, unfinished="keep")
+        assert not engine.scheduler.running and engine.report().committed_bytes == 0
+        engine.wake_up()
+        lose_device(engine)
+        if level == 2:
+            update(engine, version, seed=0)
+        engine.check_integrity()
+        assert engine.stats.preempted_swap >= running
+    ends = finish(engine)
+    for id, expected in zip(ids, plain.generate(crowd(), params), strict=True):
+        assert_same(ends[id], expected)
+    assert engine.stats.preempted_recompute == 0
+    assert engine.stats.preempted_swap == engine.stats.swapped_back > 0
+    once = sum(CROWD) + 2 * len(CROWD) * (LONG.max_tokens - 1)
+    assert engine.stats.computed_tokens == once
+    assert blocks_of(engine).swapped_pages() == 0
+
+
+@pytest.mark.parametrize("how", ["refuse", "keep", "recompute"])
+def test_parked_request_goes_on_over_its_keys_under_new_weights(path: Path, how: str) -> None:
+    """Nobody else uses them; with "recompute", an update lets it compute them again."""
+    engine, (prompt, *_) = tiered(path, kv_tokens=512), crowd()
+    id = engine.submit(prompt, LONG)
+    first: list[int] = []
+    while len(first) < 6:
+        first += [token for output in engine.step() for token in output.token_ids]
+    engine.sleep(2, unfinished="keep")
+    engine.wake_up()
+    lose_device(engine)
+    update(engine, 1, seed=1, in_flight=how)
+    before = engine.stats.computed_tokens
+    (last,) = finish(engine)[id]
+    count = LONG.max_tokens - len(first)
+    assert last.weight_versions == [1] * count
+    prefilled = len(prompt) + len(first) if how == "recompute" else 1
+    assert engine.stats.computed_tokens - before == prefilled + count - 1
+    if how == "recompute":
+        assert last.token_ids == greedy(tiny(1), prompt + first, count)
+    else:
+        seeds = [0] * len(first) + [1] * count
+        assert first + last.token_ids == greedy_over_old_keys(prompt, seeds)
+    again = engine.generate([prompt, prompt + first + last.token_ids], replace(LONG, max_tokens=4))
+    for asked, (answer,) in zip((prompt, prompt + first + last.token_ids), again, strict=True):
+        assert answer.token_ids == greedy(tiny(1), asked, 4)
+
+
+def test_requests_without_room_on_the_host_or_without_tiers_are_computed_again(path: Path) -> None:
+    host_bytes = 2 * 4 * 2 * 2 * 2 * 16 * 12  # twelve pages
+    small = tiered(path, kv_tokens=512, host_bytes=host_bytes)
+    for engine in (small, make(path)):
+        ids = [engine.submit(prompt, LONG, stream=False) for prompt in crowd()]
+        for _ in range(4):
+            engine.step()
+        engine.sleep(unfinished="keep")
+        engine.wake_up()
+        ends = finish(engine)
+        check(tiny(0), crowd(), [ends[id] for id in ids])
+        assert engine.stats.preempted_recompute > 0
+        assert (engine.stats.swapped_back > 0) == (engine is small)
+
+
+def test_parked_requests_that_end_leave_no_host_pages(path: Path) -> None:
+    engine = tiered(path, kv_tokens=512)
+    ids = [engine.submit(prompt, LONG) for prompt in crowd()]
+    for _ in range(3):
+        engine.step()
+    engine.sleep(unfinished="keep", tags=["weights"])  # the pool stays, and what is on it
+    assert len(engine.scheduler.running) == len(ids) and not blocks_of(engine).swapped_pages()
+    engine.sleep(unfinished="keep")
+    assert blocks_of(engine).swapped_pages() > 0
+    for id in ids:
+        engine.abort(id)
+    engine.wake_up()
+    assert {answer.finish_reason for ends in finish(engine).values() for answer in ends} == {
+        "abort"
+    }
+    assert blocks_of(engine).swapped_pages() == 0

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from transformers import DynamicCache
 
 from memsaver import StateError
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.updates import TINY, tiny, update
+from tests.helpers.rollout.updates import TINY, greedy_over_old_keys, tiny, update
 
 LENGTH = 10
 PARAMS = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
@@ -44,18 +42,6 @@ def finish(engine: Engine, ids: list[int]) -> dict[int, list[Any]]:
             outputs[output.id].append(output)
         engine.check_integrity()
     return outputs
-
-
-@torch.no_grad()
-def greedy_over_old_keys(prompt: list[int], seeds: list[int]) -> list[int]:
-    """Return greedy tokens, each by the model of its seed, over keys and values of those before."""
-    cache, ids, answer = DynamicCache(), list(prompt), list[int]()
-    for seed in seeds:
-        fed = torch.tensor([ids])
-        logits = tiny(seed)(fed, past_key_values=cache, use_cache=True).logits[0, -1]
-        ids = [int(logits.argmax())]
-        answer += ids
-    return answer
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -143,7 +143,7 @@ class World:
         queue = self.scheduler.waiting
         swapped = [sample.swapped for sample in queue if sample.swapped is not None]
         assert all(sample.swapped is None for sample in self.scheduler.running)
-        assert self.blocks.swapped_pages() == sum(copy.page > 0 for copy in swapped)
+        assert self.blocks.swapped_pages() == sum(len(copy.pages) for copy in swapped)
         (ledger,) = self.blocks.ledgers
         if not self.scheduler.running:
             assert ledger.available == ledger.total == PAGES

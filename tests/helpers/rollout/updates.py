@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from memsaver import MemorySaver, Ticket, attach
 from memsaver.ops.rows import digest
@@ -52,6 +52,18 @@ def answers(engine: Engine) -> list[list[int]]:
 def expected(seed: int) -> list[list[int]]:
     """Return the answers of model `seed`."""
     return [greedy(tiny(seed), prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+
+
+@torch.no_grad()
+def greedy_over_old_keys(prompt: list[int], seeds: list[int]) -> list[int]:
+    """Return greedy tokens, each by the model of its seed, over keys and values of those before."""
+    cache, ids, answer = DynamicCache(), list(prompt), list[int]()
+    for seed in seeds:
+        fed = torch.tensor([ids])
+        logits = tiny(seed)(fed, past_key_values=cache, use_cache=True).logits[0, -1]
+        ids = [int(logits.argmax())]
+        answer += ids
+    return answer
 
 
 def addresses(engine: Engine) -> list[int]:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from memsaver import StateError
-from rollout import AsyncEngine, Completion, Engine, Output, QueueFull, SamplingParams, TokenStream
+from rollout import (
+    AsyncEngine,
+    Completion,
+    Engine,
+    KVTiers,
+    Output,
+    QueueFull,
+    SamplingParams,
+    TokenStream,
+)
 from tests.helpers.case_selection import rounds
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
@@ -335,7 +344,8 @@ def test_requests_are_answered_or_refused_with_a_reason_whatever_happens(seed: i
     At the end, no cached prefix is of an older version.
     """
     count, draw = rounds(60, 2000), random.Random(seed)
-    engine = overlapping(str(checkpoint()), kv_tokens=256, max_running=6)
+    tiers = KVTiers(host_ratio=4.0) if seed else None
+    engine = overlapping(str(checkpoint()), kv_tokens=256, max_running=6, tiers=tiers)
     left, ends, versions = [*range(count)], list[str](), [0]
 
     async def ask(shared: AsyncEngine) -> None:
@@ -366,7 +376,7 @@ def test_requests_are_answered_or_refused_with_a_reason_whatever_happens(seed: i
             mode = draw.choice(["keep", "recompute", "abort", "wait"])
             await shared.pause_generation(mode)
             if draw.random() < 0.3:
-                await shared.call("sleep", unfinished="recompute")
+                await shared.call("sleep", unfinished=draw.choice(["recompute", "keep"]))
                 await shared.call("wake_up")
             elif draw.random() < 0.5:
                 versions.append(versions[-1] + 1)
