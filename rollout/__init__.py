@@ -6,7 +6,14 @@ refuse_hidden("kvcache")
 from rollout.config import AdapterSlots, DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
-from rollout.loop import AsyncEngine, EngineLoop, FollowingLoop, QueueFull, TokenStream
+from rollout.loop import (
+    AsyncEngine,
+    AsyncReplicas,
+    EngineLoop,
+    FollowingLoop,
+    QueueFull,
+    TokenStream,
+)
 from rollout.model.double_sparsity import heavy_channels
 from rollout.pool_size import pool_size
 from rollout.protocols import Rollout, UpdatableEngine
@@ -15,6 +22,7 @@ from rollout.requests import Completion, Output, Progress, SamplingParams
 __all__ = [
     "AdapterSlots",
     "AsyncEngine",
+    "AsyncReplicas",
     "Completion",
     "DoubleSparsity",
     "Engine",

@@ -87,15 +87,16 @@ class SteppedEngine(SaverSide):
 
         Raises:
             ValueError: The prompt is invalid or can never fit. Nothing changed, as after any error.
-            StateError: The engine cannot generate and `asleep` is "refuse", or a call of `generate`
-                steps the engine, or this is not its first rank.
+            StateError: The engine cannot generate and `asleep` is "refuse", or it has failed for
+                good, or a call of `generate` steps it, or this is not its first rank.
         """
         if asleep not in ("queue", "refuse"):
             raise ValueError(f"asleep={asleep!r} must be queue or refuse")
         self.decisions.require_first("submit")
         self._require_own_steps("submit")
         self._check(name, prompt, params)
-        if asleep == "refuse" and (reason := self.unavailable_reason()):
+        refused = asleep == "refuse" or not self.decisions.possible
+        if refused and (reason := self.unavailable_reason()):
             raise StateError(f"cannot generate: {reason}")
         return self._submit(prompt, params, stream)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
@@ -16,7 +17,7 @@ from rollout.engine.stepping import SteppedEngine
 from rollout.loop.engine_loop import EngineLoop, PauseMode
 from rollout.loop.owned_engine import OwnedEngine
 from rollout.loop.router import most_tokens
-from rollout.requests import Completion, Output, SamplingParams, not_token_ids
+from rollout.requests import Completion, Output, SamplingParams
 
 _PLAIN = SamplingParams()
 _RECENT = 128  # steps whose tokens tell the rate
@@ -157,6 +158,16 @@ class AsyncEngine:
         self._loop = EngineLoop(engine, self._flush)
         self.engine: Any = OwnedEngine(self._loop)
 
+    @property
+    def ended(self) -> bool:
+        """Return whether it is closed, or its engine has failed for good."""
+        return self._closed or self._loop.ended or not self._loop.engine.decisions.possible
+
+    @property
+    def full(self) -> bool:
+        """Return whether `submit` would raise `QueueFull` now."""
+        return len(self._waiting) >= self.max_waiting
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -178,15 +189,14 @@ class AsyncEngine:
             StateError: The engine is closed.
             ValueError: The prompt is no sequence.
         """
-        if not isinstance(token_ids, Sized):
-            raise not_token_ids("the prompt")
+        tokens = most_tokens(token_ids, params)
         if self._closed:
             raise StateError("this AsyncEngine is closed, and takes no requests")
-        if (waiting := len(self._waiting)) >= self.max_waiting:
-            tokens = sum([*self._waiting.values()])
-            raise QueueFull(waiting, tokens, self._seconds(tokens))
+        if self.full:
+            waiting = [*self._waiting.values()]
+            raise QueueFull(len(waiting), sum(waiting), self._seconds(sum(waiting)))
         stream = TokenStream(self._loop.abort)
-        self._waiting[stream] = most_tokens(token_ids, params)
+        self._waiting[stream] = tokens
         arrived = partial(self._arrived, stream)
         stream.future = self._loop.submit(token_ids, params, arrived, asleep="queue")
         stream.future.add_done_callback(lambda _: self._ended(stream))
@@ -215,7 +225,7 @@ class AsyncEngine:
         Returns:
             What it returns.
         """
-        return await asyncio.wrap_future(self.engine.begin_call(method, *args, **kwargs))
+        return await asyncio.wrap_future(self._loop.begin_call(method, *args, **kwargs))
 
     async def close(self, *, abort: bool = False) -> None:
         """Take no more requests, wait for the open ones, and end the thread.
@@ -232,11 +242,15 @@ class AsyncEngine:
             return
         self._closed = True
         try:
-            if not abort:
-                await self.resume_generation()
-            await self.pause_generation("abort" if abort else "wait")
+            if not self._loop.ended:
+                await self._finish(abort)
         finally:
             await asyncio.to_thread(self._loop.close)
+
+    async def _finish(self, abort: bool) -> None:
+        if not abort:
+            await self.resume_generation()
+        await self.pause_generation("abort" if abort else "wait")
 
     def _seconds(self, tokens: int) -> float | None:
         """Return the time for tokens at the rate of the last steps."""
@@ -254,9 +268,7 @@ class AsyncEngine:
 
     def _ended(self, stream: TokenStream) -> None:
         self._waiting.pop(stream, None)
-        if self._loop.inside:
-            self._touched[stream.events][stream] = None
-        else:  # cancelled by a caller, or refused by a loop that has ended
+        with contextlib.suppress(RuntimeError):  # raised if nobody can read any more
             stream.events.call_soon_threadsafe(stream.wake)
 
     def _flush(self) -> None:

@@ -25,6 +25,11 @@ With "keep" they wait with their keys and values, and go on over these. With "re
 their tokens alone, and compute keys and values again. With "abort" they end with their present
 answers. With "wait" the pause begins when they have ended.
 """
+SHARED = {
+    "abort_update", "alias_update", "begin_update", "commit_update", "forget_prefixes", "load",
+    "load_adapter", "serve_update", "shrink", "sleep", "sync_weights", "unload_adapter", "wake_up",
+}  # fmt: skip
+"""Methods that change what a step computes: all ranks call them between the same two steps."""
 _FOREVER = 10.0 * 365 * 24 * 3600  # seconds: an idle engine waits for its first rank
 _CLOSE = "close"
 
@@ -73,6 +78,9 @@ class EngineLoop(OwnerThread):
         engine: The engine, which no other thread may use until `close`.
         on_turn: Called after each step, and each request or call that was taken, in the loop's
             thread. It must be quick, and raise nothing.
+
+    Attributes:
+        on_turn: The argument; it may be replaced.
 
     Raises:
         StateError: This is not the engine's first rank.
@@ -168,6 +176,20 @@ class EngineLoop(OwnerThread):
         future: Future[None] = Future()
         self._put(partial(self._pause, mode, future), future)
         return future
+
+    def begin_call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of the engine between two steps, without waiting for it.
+
+        Args:
+            name: Name of the method.
+            *args: Its arguments.
+            **kwargs: Its arguments by name.
+
+        Returns:
+            What it returns, or its error.
+        """
+        call = partial(getattr(self.engine, name), *args, **kwargs)
+        return self.call(call, shared=name if name in SHARED else "")
 
     def resume_generation(self) -> Future[None]:
         """Run steps again, and take the requests that have come meanwhile.

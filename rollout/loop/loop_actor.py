@@ -7,8 +7,7 @@ from typing import Any
 
 from rollout.actor_base import ActorBase
 from rollout.engine.stepping import SteppedEngine
-from rollout.loop.engine_loop import EngineLoop, FollowingLoop
-from rollout.loop.owned_engine import SHARED
+from rollout.loop.engine_loop import SHARED, EngineLoop, FollowingLoop
 from rollout.loop.owner import settle
 from rollout.requests import Completion
 

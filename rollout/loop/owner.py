@@ -22,8 +22,8 @@ class OwnerThread(ABC):
     """Thread that alone uses an engine until it ends. Any thread may call its public methods."""
 
     def __init__(self, engine: SteppedEngine, on_turn: Callable[[], None] = lambda: None) -> None:
-        """Start the thread, which calls `on_turn` after each thing that it does, and at its end."""
-        self.engine, self._on_turn = engine, on_turn
+        """Start the thread, which calls `on_turn` after each thing that it does."""
+        self.engine, self.on_turn = engine, on_turn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wanted: set[Future[Any]] = set()  # fail with the thread
         self._closing = False
@@ -37,6 +37,11 @@ class OwnerThread(ABC):
     def inside(self) -> bool:
         """Return whether the present thread is the one that owns the engine."""
         return self._thread is threading.current_thread()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the thread takes no more calls."""
+        return self._end is not None
 
     def call(self, function: Callable[[], _Value], shared: str = "") -> Future[_Value]:
         """Call a function of the engine between two of its steps.
@@ -69,16 +74,15 @@ class OwnerThread(ABC):
         try:
             while not self._closing:
                 self._turn()
-                self._on_turn()
-        except Exception as error:
+                self.on_turn()
+        except BaseException as error:
             _log.warning("the loop of an engine ends: %s: %s", type(error).__name__, error)
-            end = error
+            end = error if isinstance(error, Exception) else StateError(f"{end}: {error!r}")
         self.engine.owner = None
         with self._lock:
             self._end = end
         for future in [*self._wanted]:
             fail(future, end)
-        self._on_turn()
 
     def _put(self, work: Callable[[], None], *wanted: Future[Any]) -> None:
         """Let the thread do something; once it has ended, or ends before, the futures fail."""

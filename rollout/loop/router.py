@@ -2,10 +2,10 @@
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 from typing import TypeVar
 
-from rollout.requests import SamplingParams
+from rollout.requests import SamplingParams, not_token_ids
 
 _Replica = TypeVar("_Replica", bound=Hashable)
 KEYS = 1 << 16
@@ -13,7 +13,13 @@ KEYS = 1 << 16
 
 
 def most_tokens(prompt: Sequence[int], params: SamplingParams) -> int:
-    """Return the tokens of a request: its prompt's, and the most that its answers may have."""
+    """Return the tokens of a request: its prompt's, and the most that its answers may have.
+
+    Raises:
+        ValueError: The prompt is no sequence.
+    """
+    if not isinstance(prompt, Sized):
+        raise not_token_ids("the prompt")
     return len(prompt) + max(params.n, params.beam_width) * params.max_tokens
 
 

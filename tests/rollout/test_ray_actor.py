@@ -6,12 +6,13 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout import SamplingParams
+from rollout import AsyncEngine, Completion, Engine, Output, SamplingParams
 from rollout.actor import RolloutActor
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.ray_cluster import RayCluster
@@ -111,3 +112,31 @@ def test_staggered_requests_of_threads_are_answered_beside_updates(rollout: Remo
     assert answers == {
         number: greedy(tiny(1), prompt, GREEDY.max_tokens) for number, prompt in enumerate(prompts)
     }
+
+
+class Generator:
+    """An engine that the coroutines of an asynchronous actor share."""
+
+    def __init__(self, path: str) -> None:
+        self.shared = AsyncEngine(Engine.from_pretrained(path, kv_tokens=512))
+
+    async def answer(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[Output]:
+        async for output in self.shared.submit(prompt, params):
+            yield output
+
+
+def test_asynchronous_actor_streams_until_it_is_killed(
+    tmp_path: Path, ray_cluster: RayCluster
+) -> None:
+    tiny(0).save_pretrained(tmp_path)
+    actor = ray.remote(Generator).options(num_cpus=1).remote(str(tmp_path))
+    streams = [actor.answer.remote(prompt, GREEDY) for prompt in PROMPTS]
+    told = [[ray.get(piece) for piece in stream] for stream in streams]
+    assert [Completion.joined(pieces).token_ids for pieces in told] == expected(0)
+    assert len(told[0]) > 1
+    long = actor.answer.remote(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+    ray.get(next(long))
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        for piece in long:
+            ray.get(piece)

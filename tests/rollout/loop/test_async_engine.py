@@ -13,6 +13,7 @@ import pytest
 from memsaver import StateError
 from rollout import (
     AsyncEngine,
+    AsyncReplicas,
     Completion,
     Engine,
     KVTiers,
@@ -334,6 +335,42 @@ def test_weights_change_under_running_requests_from_another_thread(tmp_path: Pat
         assert new == shared.engine.generate([[5, 6, 7]], wanted)[0]
 
     run(engine, use)
+
+
+def test_replicas_share_requests_keep_sessions_together_and_outlive_one(path: str) -> None:
+    engines = [overlapping(path) for _ in range(2)]
+
+    async def used() -> None:
+        replicas = AsyncReplicas([AsyncEngine(engine, max_waiting=3) for engine in engines])
+        async with replicas:
+            await replicas.pause_generation()
+            talk = [replicas.submit([5, number], SHORT, session="talk") for number in range(3)]
+            others = [replicas.submit([6, number], SHORT) for number in range(3)]
+            with pytest.raises(QueueFull, match="3 requests with 18 tokens wait"):
+                replicas.submit([7], SHORT)
+            await replicas.resume_generation()
+            for stream in (*talk, *others):
+                assert len((await stream.result())[0].token_ids) == 4
+            assert [engine.stats.computed_tokens for engine in engines] == [15, 15]
+            assert await replicas.call("unavailable_reason") == [None, None]
+            lost = replicas.submit([5], LONG, session="talk")
+            await anext(lost)
+
+            def fail() -> list[Output]:
+                raise SystemExit("no engine survives this")
+
+            engines[0].step = fail  # type: ignore[method-assign]
+            with pytest.raises(StateError, match="takes no calls: SystemExit"):
+                await lost.result()
+            later = replicas.submit([5], SHORT, session="talk")
+            assert len((await later.result())[0].token_ids) == 4
+            assert engines[1].stats.computed_tokens == 15 + 4
+            with pytest.raises(ValueError, match="the prompt must be a sequence"):
+                replicas.submit(5, SHORT)  # type: ignore[arg-type]
+        with pytest.raises(StateError, match="all engines have ended"):
+            replicas.submit([5], SHORT)
+
+    asyncio.run(used())
 
 
 @pytest.mark.soak

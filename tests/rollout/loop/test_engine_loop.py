@@ -226,8 +226,9 @@ def lose(rank: int, path: str) -> str:
     loop = EngineLoop(engine)
     with pytest.raises(RankError) as caught:
         loop.generate([[5, 6], [7]], LONG)
-    with pytest.raises(StateError, match="cannot generate: tensor-parallel rank"):
-        loop.generate([[5]], SHORT)
+    for asleep in ("queue", "refuse"):
+        with pytest.raises(StateError, match="cannot generate: tensor-parallel rank"):
+            loop.submit([5], SHORT, asleep=asleep).result(60)  # type: ignore[arg-type]
     return str(caught.value)
 
 
