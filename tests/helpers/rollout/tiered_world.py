@@ -14,6 +14,7 @@ import torch
 
 from kvcache import BlockManager, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
+from kvcache.pools import TokenPool
 from rollout import EngineConfig, KVTiers, SamplingParams
 from rollout.scheduling.prefix import Swapped
 from rollout.scheduling.samples import Sample
@@ -22,6 +23,7 @@ from rollout.scheduling.tiers import TieredBlocks
 from tests.helpers.kvcache.blocks import make_pool
 from tests.helpers.rollout.poison import fill
 
+Rows = dict[str, torch.Tensor]  # of each part of the pool, [layers, tokens, ...]
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
 PAGE_BYTES = PS * LAYERS * 2 * 2 * 4
 
@@ -38,15 +40,32 @@ def queued(number: int, prompt: list[int], params: SamplingParams, *stops: int) 
 
 
 class Recorded(TieredBlocks):
-    """Blocks that record the sequences admitted in a step, and swap preempted samples at random."""
+    """Blocks that record the sequences admitted in a step, and swap preempted samples at random.
+
+    Attributes:
+        admitted: Handle, computed tokens, and the expected rows of those that were parked.
+        parked: The rows of parked samples, by their host pages.
+    """
 
     def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
         super().__init__(blocks, config)
-        self.admitted: list[tuple[ReqHandle, list[int]]] = []
+        self.admitted: list[tuple[ReqHandle, list[int], Rows | None]] = []
+        self.parked: dict[tuple[int, ...], Rows] = {}
         self.dice = dice
 
-    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
-        return super().swap_out(handle, tokens) if self.dice.random() < 0.7 else None
+    def swap_out(
+        self, handle: ReqHandle, tokens: Sequence[int], private: bool = False
+    ) -> Swapped | None:
+        if self.dice.random() > 0.7:
+            return None
+        swapped = super().swap_out(handle, tokens, private)
+        if swapped is not None and private:
+            slots = torch.from_numpy(self.blocks.token_ids(handle, 0, len(tokens)))
+            pool = self.blocks.pool
+            assert isinstance(pool, TokenPool)
+            stored = pool.stored.items()
+            self.parked[swapped.pages] = {name: part[:, slots].clone() for name, part in stored}
+        return swapped
 
     def admit(
         self,
@@ -57,7 +76,9 @@ class Recorded(TieredBlocks):
         admitted = super().admit(tokens, swapped, namespace)
         assert admitted is not None
         handle, computed = admitted
-        self.admitted.append((handle, list(tokens[:computed])))
+        whole = swapped is not None and swapped.private and computed == swapped.tokens
+        rows = self.parked.pop(swapped.pages) if swapped is not None and whole else None
+        self.admitted.append((handle, list(tokens[:computed]), rows))
         return admitted
 
 
@@ -99,8 +120,8 @@ class World:
         for layer in range(LAYERS):
             for load in step.loads:
                 load.wait(layer)
-            for handle, tokens in admitted:
-                self.check(handle, tokens, layer)
+            for handle, tokens, parked in admitted:
+                self.check(handle, tokens, layer, parked)
         rows = [
             (sample.tokens(0, sample.length), step.decode_slots[i : i + 1])
             for i, sample in enumerate(step.decode)
@@ -119,15 +140,19 @@ class World:
         for sample in due:
             self.scheduler.append(sample, self.dice.choices([0, 1, 9], [6, 6, 1])[0], -1.0, 0)
 
-    def check(self, handle: ReqHandle, tokens: list[int], layer: int) -> None:
-        self.reads["hit" if tokens else "miss"] += 1
+    def check(self, handle: ReqHandle, tokens: list[int], layer: int, parked: Rows | None) -> None:
+        """Check the rows that a sample reads: of its own tokens, or those it was parked with."""
+        self.reads["parked" if parked is not None else "hit" if tokens else "miss"] += 1
         slots = self.table.req_to_token[handle.row, : len(tokens)].long()
         expected = torch.tensor(
             [value(self.version, tokens[: i + 1], layer) for i in range(len(tokens))]
         )
-        for part in self.pool.stored.values():
+        for name, part in self.pool.stored.items():
             rows = part[layer, slots].cpu().flatten(1)
-            assert torch.equal(rows, expected[:, None].expand_as(rows)), "a stale or foreign slot"
+            wanted = expected[:, None].expand_as(rows)
+            if parked is not None:
+                wanted = parked[name][layer].cpu().flatten(1)
+            assert torch.equal(rows, wanted), "a stale or foreign slot"
 
     def write(self, tokens: list[int], slots: torch.Tensor) -> None:
         ends = range(len(tokens) - len(slots) + 1, len(tokens) + 1)
@@ -152,8 +177,13 @@ class World:
     def disturb(self, event: str) -> None:
         if event == "raise":
             self.blocks.new_weights()
-        elif event == "pause":
-            self.scheduler.preempt_all()
+        elif event in ("pause", "park"):
+            if event == "pause":
+                self.scheduler.preempt_all()
+            else:
+                self.scheduler.park_all()
+                if self.dice.random() < 0.5:
+                    self.blocks.new_weights()
             self.blocks.move_below(keep=True)
             assert self.blocks.blocks.available_pages == PAGES
             self.forget_device()
