@@ -1,7 +1,7 @@
 """Sampling parameters of a request, and the completions that answer it."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Integral, Real
@@ -51,6 +51,16 @@ class SamplingParams:
         early_stopping: When a beam search ends (the rules of transformers). True: once there are
             `beam_width` answers. False: once the best branch, at its present length, does not rank
             above the worst answer. "never": the same, at the greatest length the branch can reach.
+        min_p: Sample among the tokens with at least this share of the likeliest one's probability,
+            in [0, 1]; 0 is off.
+        min_tokens: No end token comes before this number of tokens.
+        presence_penalty: Subtracted from the logits of tokens that the answer has.
+        frequency_penalty: Subtracted as often as the answer has them.
+        repetition_penalty: Divides positive logits of tokens that prompt or answer has, and
+            multiplies negative ones; 1 is off.
+        logit_bias: Added to the logits of tokens, {token id: bias}; kept as pairs.
+        allowed_token_ids: Only these tokens are chosen; None: all.
+        bad_words: Sequences of token ids that no answer contains.
         adapter: Name of the adapter that answers, in its present version; None: the base alone.
         priority: Requests of lower numbers leave the queue first, equal ones in their order.
     """
@@ -67,6 +77,14 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     adapter: str | None = None
     priority: int = 0
 
@@ -92,15 +110,56 @@ class SamplingParams:
         check_option(self, "seed", (self.seed or 0) < 2**63, "must be in [0, 2**63), or None")
         rule = f"are {len(self.forced)} tokens, more than max_tokens={self.max_tokens}; raise it"
         check_option(self, "forced", len(self.forced) <= self.max_tokens, rule)
+        self._check_adjustments()
         self._check_beams()
 
+    @property
+    def penalized(self) -> bool:
+        """Return whether logits depend on the tokens of prompt or answer."""
+        repeated = self.repetition_penalty != 1
+        return bool(repeated or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def adjusted(self) -> bool:
+        """Return whether tokens are chosen by other logits than the model's."""
+        listed = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return self.penalized or bool(listed or self.min_tokens)
+
     def _keep_as_tuple(self, name: str) -> None:
-        ids, rule = getattr(self, name), "must be a sequence of token ids, such as (5,)"
-        check_option(self, name, isinstance(ids, Iterable), rule)
-        object.__setattr__(self, name, tuple(ids))
-        whole = all(_is_number(token, Integral) for token in getattr(self, name))
-        check_option(self, name, whole, rule)
-        object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        ids = _token_ids(getattr(self, name))
+        check_option(self, name, ids is not None, "must be a sequence of token ids, such as (5,)")
+        object.__setattr__(self, name, ids)
+
+    def _check_adjustments(self) -> None:
+        check_counts(self, "min_tokens", least=0)
+        rule = f"is more than max_tokens={self.max_tokens}; lower it"
+        check_option(self, "min_tokens", self.min_tokens <= self.max_tokens, rule)
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"):
+            value = getattr(self, name)
+            finite = _is_number(value, Real) and math.isfinite(value)
+            check_option(self, name, finite, "must be a finite number")
+        check_option(self, "repetition_penalty", self.repetition_penalty > 0, "must be positive")
+        check_option(self, "min_p", 0 <= self.min_p <= 1, "must be in [0, 1] (0 is off)")
+        if self.allowed_token_ids is not None:
+            self._keep_as_tuple("allowed_token_ids")
+            check_option(self, "allowed_token_ids", self.allowed_token_ids != (), "allows no token")
+        words = self.bad_words if isinstance(self.bad_words, Iterable) else [None]
+        known = tuple(_token_ids(word) for word in words)
+        check_option(
+            self, "bad_words", all(map(bool, known)), "must be sequences of token ids, as ((5, 6),)"
+        )
+        object.__setattr__(self, "bad_words", known)
+        self._keep_as_pairs()
+
+    def _keep_as_pairs(self) -> None:
+        given: Any = self.logit_bias
+        pairs = tuple(given.items() if isinstance(given, Mapping) else given)
+        whole = all(_is_number(token, Integral) for token, _ in pairs)
+        finite = all(_is_number(bias, Real) and math.isfinite(bias) for _, bias in pairs)
+        rule = "must be finite numbers by token id, such as {5: 1.5}"
+        check_option(self, "logit_bias", whole and finite, rule)
+        kept = tuple((int(token), float(bias)) for token, bias in pairs)
+        object.__setattr__(self, "logit_bias", kept)
 
     def _check_beams(self) -> None:
         check_option(self, "length_penalty", abs(self.length_penalty) < math.inf, "must be finite")
@@ -114,10 +173,10 @@ class SamplingParams:
         rule = f"answers of a beam search of {self.beam_width}; raise beam_width or lower n"
         check_option(self, "n", self.n <= self.beam_width, rule)
         plain = self.temperature in (0, 1) and not self.top_k and self.top_p == 1
-        plain = plain and not self.forced
+        plain = plain and not self.forced and not self.min_p and not self.adjusted
         rule = (
             "ranks by the model's own log-probabilities and samples nothing; leave temperature at "
-            "0 or 1, top_k at 0, top_p at 1 and forced empty"
+            "0 or 1, top_k at 0, top_p at 1, forced empty, and out what adjusts logits"
         )
         check_option(self, "beam_width", plain, rule)
 
@@ -233,6 +292,12 @@ def for_each(
             f"prompt"
         )
     return expanded
+
+
+def _token_ids(given: Any) -> tuple[int, ...] | None:
+    """Return token ids as a tuple; None if they are not integers."""
+    ids = tuple(given) if isinstance(given, Iterable) else (None,)
+    return tuple(map(int, ids)) if all(_is_number(id, Integral) for id in ids) else None
 
 
 def not_token_ids(name: str) -> ValueError:

@@ -71,10 +71,10 @@ class TokenSteps:
     def run(self, prompts: PromptSource) -> None:
         """Launch a forward of the samples that the scheduler chooses, and read earlier results.
 
-        The next tokens of beam searches and of a split are chosen on the host, so such steps are
-        read at once. If the step fails, the running samples start over, because pages were
-        allocated for tokens that were not computed. Samples of two failed steps in a row end with
-        the error.
+        The next tokens of beam searches and of a split are chosen on the host, and penalties are
+        counted there, so such steps are read at once. If the step fails, the running samples start
+        over, because pages were allocated for tokens that were not computed. Samples of two failed
+        steps in a row end with the error.
 
         Args:
             prompts: Present source of the keys and values of prompts.
@@ -91,7 +91,8 @@ class TokenSteps:
             if step.decode or step.chunks:
                 launched = self._launch(step, prompts)
                 self.under_way.append(launched)
-                depth = self.depth if prompts.overlap and not launched.branches else 0
+                waits = launched.branches or self._rows.looking_back[launched.rows].any()
+                depth = self.depth if prompts.overlap and not waits else 0
             self._collect_until(depth)
         except BaseException as error:
             self._start_over()

@@ -303,9 +303,15 @@ class HostedRollout(EngineBase):
         )
 
 
+_NATIVE = (
+    "beam_width", "forced", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
 def require_sampling(params: SamplingParams, library: str) -> None:
     """Raise a ValueError if the answers are not to be sampled by the library."""
-    for name in ("beam_width", "forced"):
+    for name in _NATIVE:
         if (value := getattr(params, name)) != getattr(SamplingParams, name):
             rule = f"{library} only samples its answers; leave it out, or use the native engine"
             raise ValueError(f"{name}={value}: {rule}")

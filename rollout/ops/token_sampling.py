@@ -9,6 +9,7 @@ selects a block by the cumulative mass, and a token within the block by the same
 summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from memsaver.ops.hash import GOLDEN, MUL1, MUL2, splitmix64
 from memsaver.ops.layout import send_together
 from memsaver.system.devices import Impl, use_triton
+from rollout.ops.adjustments import Adjustment, Adjustments
 from rollout.ops.log_softmax import (
     BLOCK,
     BLOCK_WARPS,
@@ -53,9 +55,11 @@ class SamplingBatch:
     top_p: Tensor  # fp64 [R]; 1 disables the filter
     counters: Tensor  # int64 [R, 3]: seed, sample index, position
     any_random: bool  # whether any row is not greedy
-    # Rows with top-k, top-p or a forced token, int64 [F]; None if there are none.
+    # Rows that need more than a temperature, see `are_special`, int64 [F]; None if there are none.
     special_rows: Tensor | None
     forced: Tensor  # int64 [F]: the token of each special row that is not drawn; -1: none
+    min_p: Tensor  # fp64 [R]; 0 disables the filter
+    adjustments: Adjustments | None = None  # of the special rows
 
     @classmethod
     def build(
@@ -66,34 +70,44 @@ class SamplingBatch:
         top_p: npt.ArrayLike,
         counters: npt.ArrayLike,
         forced: npt.ArrayLike,
+        min_p: npt.ArrayLike,
+        adjusted: npt.ArrayLike,
+        adjustments: Sequence[Adjustment] = (),
         device: torch.device,
     ) -> "SamplingBatch":
         """Copy parameters of R rows to the device; a temperature of 0 means greedy.
 
         `counters` are [R, 3], all others [R]. `forced` is -1 where no token is forced.
+        `adjustments` are those of the rows that are `adjusted`.
         """
         scale, greedy = divisors(temperature)
         k, p = np.array(top_k, dtype=np.int64), np.array(top_p, dtype=np.float64)
         known = np.array(forced, dtype=np.int64)
-        special = np.flatnonzero(are_special(greedy, k, p, known))
+        least, other = np.array(min_p, dtype=np.float64), np.array(adjusted, dtype=np.bool_)
+        special = np.flatnonzero(are_special(greedy, k, p, known, least, other))
         counts = np.array(counters, dtype=np.int64)
-        host = (scale[:, None], greedy, k, p, counts, special, known[special])
+        host = (scale[:, None], greedy, k, p, counts, special, known[special], least)
         sent = send_together([torch.from_numpy(part) for part in host], device)
-        heat, is_greedy, top, mass, places, rows, tokens = sent
-        any_random = not greedy.all()
+        heat, is_greedy, top, mass, places, rows, tokens, minimum = sent
+        changed = None
+        if adjustments:
+            at = np.searchsorted(special, np.flatnonzero(other))
+            changed = Adjustments.of(dict(zip(at.tolist(), adjustments, strict=True)), device)
         return cls(
-            heat, is_greedy, top, mass, places, any_random, rows if len(special) else None, tokens
-        )
+            heat, is_greedy, top, mass, places, not greedy.all(), rows if len(special) else None,
+            tokens, minimum, changed,
+        )  # fmt: skip
 
     @classmethod
     def plain(cls, temperature: Tensor, greedy: Tensor, counters: Tensor) -> "SamplingBatch":
         """Return a batch without filters or forced tokens, of tensors on the device."""
         none = counters.new_empty(0)
-        return cls(temperature, greedy, none, none.double(), counters, True, None, none)
+        off = none.double()
+        return cls(temperature, greedy, none, off, counters, True, None, none, off)
 
     def only_special(self, rows: Tensor) -> "SamplingBatch":
         """Return the batch of `rows`, int64 [F], which are all special."""
-        names = ("temperature", "greedy", "top_k", "top_p", "counters")
+        names = ("temperature", "greedy", "top_k", "top_p", "counters", "min_p")
         parts = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **parts, special_rows=torch.arange(len(rows), device=rows.device))
 
@@ -114,9 +128,11 @@ def are_special(
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float64],
     forced: npt.NDArray[np.int64],
+    min_p: npt.NDArray[np.float64],
+    adjusted: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.bool_]:
-    """Return which rows have top-k, top-p or a forced token; arguments as of `SamplingBatch`."""
-    return (forced >= 0) | (~greedy & ((top_k > 0) | (top_p < 1)))
+    """Return which rows have a filter, a forced token or adjusted logits, see `SamplingBatch`."""
+    return (forced >= 0) | adjusted | (~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0)))
 
 
 def uniform(counters: Tensor) -> Tensor:
@@ -133,11 +149,11 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample a token from each row of logits [R, vocab].
 
-    The log-probability is log_softmax(logits / temperature)[token] over the whole row, before top-k
-    and top-p, with temperature 1 for greedy rows; `log_softmax` defines its bits. A forced token is
-    taken in place of a sampled one, and its log-probability has the same bits. Logits are fp32,
-    bf16 or fp16 and converted to fp32 first. Elements of a row are contiguous; the row stride is
-    arbitrary. Only the first `choices` tokens are sampled; None: all.
+    The log-probability is log_softmax(logits / temperature)[token] over the whole row, before all
+    filters and adjustments, with temperature 1 for greedy rows; `log_softmax` defines its bits. A
+    forced token is taken in place of a sampled one, and its log-probability has the same bits.
+    Logits are fp32, bf16 or fp16 and converted to fp32 first. Elements of a row are contiguous; the
+    row stride is arbitrary. Only the first `choices` tokens are sampled; None: all.
 
     Returns:
         Tokens int64 [R] and their log-probabilities fp32 [R], on the device.
@@ -154,11 +170,18 @@ def _sample_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[T
 
 
 def _choose_torch(logits: Tensor, batch: SamplingBatch, choices: int) -> tuple[Tensor, Tensor]:
-    """Return a token of each row of fp32 logits, int64 [R], and logits / temperature."""
+    """Return a token of each row of fp32 logits, int64 [R], and logits / temperature.
+
+    Adjustments change which token is chosen, not what is returned of the logits.
+    """
     z = logits / batch.temperature
+    if batch.adjustments is not None:
+        own = batch.adjustments.apply(logits[batch.special_rows])
+        logits = logits.index_put((batch.special_rows,), own)
+    heated = z if batch.adjustments is None else logits / batch.temperature
     tokens = logits[:, :choices].argmax(dim=-1)
     if batch.any_random:
-        drawn = _draw(torch.log_softmax(z[:, :choices], dim=-1), batch)
+        drawn = _draw(torch.log_softmax(heated[:, :choices], dim=-1), batch)
         tokens = torch.where(batch.greedy, tokens, drawn)
     if (rows := batch.special_rows) is not None:
         tokens[rows] = torch.where(batch.forced < 0, tokens[rows], batch.forced)
@@ -183,7 +206,10 @@ def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     probs = logprobs.exp()
     if batch.special_rows is not None:
         rows = batch.special_rows
-        probs[rows] = keep_top(probs[rows], batch.top_k[rows], batch.top_p[rows])
+        own = probs[rows]
+        least = batch.min_p[rows].unsqueeze(1) * own.amax(dim=-1, keepdim=True)
+        own = own.masked_fill(own < least, 0.0)
+        probs[rows] = keep_top(own, batch.top_k[rows], batch.top_p[rows])
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform(batch.counters).unsqueeze(1) * cdf[:, -1:]
     return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=cdf.shape[1] - 1)

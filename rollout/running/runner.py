@@ -187,7 +187,8 @@ class ModelRunner:
             return logits
         given = self._rows.sampling(rows)
         heat, greedy = divisors(given["temperature"])
-        special = are_special(greedy, given["top_k"], given["top_p"], given["forced"])
+        names = ("top_k", "top_p", "forced", "min_p", "adjusted")
+        special = are_special(greedy, *(given[name] for name in names))
         size = graphs.padded(count)
         packed = pack_decodes(positions, rows, given["counters"], heat, greedy, size)
         logits, sent = graphs.replay(count, packed)
@@ -281,7 +282,8 @@ class ModelRunner:
         if replayed is not None and replayed.plain and replayed.rows is rows:
             self._rows.launched(rows)
             return replayed.sent
-        sampling = SamplingBatch.build(**self._rows.sampling(rows), device=self.device)
+        given, changes = self._rows.sampling(rows), self._rows.adjustments(rows)
+        sampling = SamplingBatch.build(**given, adjustments=changes, device=self.device)
         chosen = self._chosen(logits, at)
         tokens, logprobs = sample(chosen, sampling, choices=self.config.choices)
         self.last_tokens.index_copy_(0, to_device(rows, self.device), tokens)

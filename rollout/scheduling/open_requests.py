@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -46,8 +46,16 @@ class OpenRequests:
         if not len(ids):
             raise ValueError(f"{name} is empty; it needs at least one token")
         self._check_ids(name, ids)
-        if params.forced:
-            self._check_ids(f"the forced answer of {name}", np.asarray(params.forced))
+        for what, tokens in _named(params):
+            if tokens:
+                self._check_ids(f"{what} of {name}", np.asarray(tokens))
+        allowed = {*(params.allowed_token_ids or ())}
+        banned = {word[0] for word in params.bad_words if len(word) == 1}
+        banned |= self._stop_ids(params) if params.min_tokens else set()
+        if allowed and allowed <= banned:
+            raise ValueError(
+                f"{name}: min_tokens and bad_words exclude all of allowed_token_ids; allow more"
+            )
         size = self._model.vocab_size
         if strays := [token for token in params.stop_token_ids or () if not 0 <= token < size]:
             text = "stop_token_ids of %s has token ids outside [0, %d), which never end it: %s"
@@ -146,6 +154,14 @@ class OpenRequests:
         own = () if params.ignore_eos else self._model.stop_token_ids
         both = chain(params.stop_token_ids or (), own)
         return frozenset(token for token in both if 0 <= token < self._model.vocab_size)
+
+
+def _named(params: SamplingParams) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the token ids that parameters name, and what they are for errors."""
+    yield "the forced answer", params.forced
+    yield "logit_bias", [*dict(params.logit_bias)]
+    yield "allowed_token_ids", params.allowed_token_ids or ()
+    yield "bad_words", list(chain.from_iterable(params.bad_words))
 
 
 def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.allocators import Int64Array
+from rollout.ops.adjustments import Adjustment
+from rollout.scheduling.adjusting import adjustment_of
 from rollout.scheduling.samples import Sample
 
 
@@ -26,6 +28,7 @@ class SampleRows:
         limit: Largest number of tokens of prompt and answer together.
         on_device: Whether the device has chosen the last token, so that it need not be sent.
         searching: Whether the sample is a branch of a beam search.
+        looking_back: Whether the choice of a token depends on the tokens before.
         slot: Slot of the sample's adapter; 0: none.
     """
 
@@ -33,12 +36,13 @@ class SampleRows:
         self._samples: list[Sample | None] = [None] * count
         self.generation = np.full(count, -1)
         self.start, self.seen, self.length, self.limit = np.zeros((4, count), np.int64)
-        self.on_device, self.searching = np.zeros((2, count), np.bool_)
+        self.on_device, self.searching, self.looking_back = np.zeros((3, count), np.bool_)
         self.slot = np.zeros(count, np.int64)
         self._own_version = np.zeros(count, np.int64)  # of the adapter
         self._streamed = np.zeros(count, np.bool_)
         # Parameters of sampling. `_forced` is the number of forced tokens.
         self._temperature, self._top_p = np.ones((2, count))
+        self._min_p, self._adjusted = np.zeros(count), np.zeros(count, np.bool_)
         self._top_k, self._seed, self._index, self._forced = np.zeros((4, count), np.int64)
         # New tokens of each row, their number, and the version of the weights that chose them.
         self._tokens = np.zeros((count, 1), np.int32)
@@ -61,6 +65,8 @@ class SampleRows:
         self._temperature[row], self._top_k[row] = params.temperature, params.top_k
         self._top_p[row], self._seed[row] = params.top_p, sample.seed
         self._index[row], self._forced[row] = sample.index, len(params.forced)
+        self._min_p[row], self._adjusted[row] = params.min_p, params.adjusted
+        self.looking_back[row] = params.penalized or bool(params.bad_words)
         self._count_ends(sample, 1)
         sample.rows = self
 
@@ -138,7 +144,16 @@ class SampleRows:
             "top_p": self._top_p[rows],
             "counters": np.stack([self._seed[rows], self._index[rows], place], axis=1),
             "forced": forced,
+            "min_p": self._min_p[rows],
+            "adjusted": self._adjusted[rows],
         }
+
+    def adjustments(self, rows: Int64Array) -> list[Adjustment]:
+        """Return how the next logits are changed, of those of `rows` that are adjusted."""
+        chosen = rows[self._adjusted[rows]]
+        places = (self.length[chosen] - self.start[chosen]).tolist()
+        samples = map(self.sample, chosen.tolist())
+        return [adjustment_of(sample, at) for sample, at in zip(samples, places, strict=True)]
 
     def _count_ends(self, sample: Sample, change: int) -> None:
         more = max(sample.stop_ids, default=0) + 2 - len(self._ending)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -158,6 +159,11 @@ class Sample:
     def _complete(self) -> None:
         if self.rows is not None:
             self.rows.hand_over(self)
+
+    @cached_property
+    def prompt_ids(self) -> frozenset[int]:
+        """Return the tokens that occur in the prompt."""
+        return frozenset(self.prompt)
 
     def tokens(self, first: int, last: int) -> list[int]:
         """Return token ids [first, last) of prompt and answer together."""

@@ -30,7 +30,8 @@ def batch(
     keys = ("temperature", "top_k", "top_p", "counters")
     columns = dict(zip(keys, zip(*rows, strict=True), strict=True))
     forced = forced or [-1] * len(rows)
-    return SamplingBatch.build(**columns, forced=forced, device=torch.device(device))
+    off = {"min_p": [0.0] * len(rows), "adjusted": [False] * len(rows)}
+    return SamplingBatch.build(**columns, **off, forced=forced, device=torch.device(device))
 
 
 def plain(temperatures: list[float], device: str, seed: int = 7) -> SamplingBatch:

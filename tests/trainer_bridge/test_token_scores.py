@@ -82,7 +82,8 @@ def test_log_probs_have_the_bits_of_the_sampler_whatever_the_slices(
     options = [(0.7, row % 2 * 9, 1 - row % 3 / 10, (1, row, 0), -1) for row in range(7)]
     names = ("temperature", "top_k", "top_p", "counters", "forced")
     columns = dict(zip(names, zip(*options, strict=True), strict=True))
-    batch = SamplingBatch.build(**columns, device=torch.device(device))
+    off = {"min_p": [0.0] * 7, "adjusted": [False] * 7}
+    batch = SamplingBatch.build(**columns, **off, device=torch.device(device))
     logits = torch.empty(7, words + 3, dtype=dtype, device=device)[:, 3:].copy_(hidden @ weight.T)
     tokens, sampled = sample(logits, batch, impl)
     for nbytes in (1, 1 << 27):

@@ -22,15 +22,12 @@ from trainer_bridge.adoption.verl.names import ENGINE_ROLLOUT, engine_pair
 from trainer_bridge.adoption.verl.updated_server import Outcome, UpdatedServer
 
 # Sampling parameters of verl that have no effect at these values, and are refused at others.
-NEUTRAL = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "n": 1,
-}
-SUPPORTED = ("temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
+NEUTRAL = {"n": 1}
+SUPPORTED = (
+    "temperature", "top_k", "top_p", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "allowed_token_ids",
+)  # fmt: skip
 
 
 class EngineServer(UpdatedServer):
@@ -250,8 +247,8 @@ def sampling(
     room = min(config.response_length, config.prompt_length + config.response_length - prompt_len)
     asked = [left.pop(key, None) for key in ("max_tokens", "max_new_tokens")]
     most = next((number for number in asked if number is not None), room)
-    options = {key: left.pop(key) for key in SUPPORTED if left.get(key) is not None}
     left.setdefault("repetition_penalty", config.repetition_penalty)
+    options = {key: left.pop(key) for key in SUPPORTED if left.get(key) is not None}
     for key, value in left.items():
         if value not in (None, [], NEUTRAL.get(key)):
             raise ValueError(
