@@ -131,6 +131,7 @@ bench-sync:
 bench-rollout:
 	$(GPU) -m benchmarks.bench_generate --out $(OUT)
 	$(GPU) -m benchmarks.bench_steps --out $(OUT)
+	$(GPU) -m benchmarks.bench_async --out $(OUT)
 
 bench-update:
 	$(GPU) -m benchmarks.bench_update --out $(OUT)

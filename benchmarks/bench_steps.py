@@ -91,10 +91,8 @@ class Clock:
 def build(scale: Scale, folder: str, shape: str, **config: Any) -> Engine:
     """Build an engine with small random weights."""
     write_config(Path(folder), fields_of(scale, shape))
-    engine = Engine.from_pretrained(
-        folder, device=scale.device, dtype=torch.bfloat16, load_weights=False, prefix_cache=False,
-        **config,
-    )  # fmt: skip
+    options = {"load_weights": False, "prefix_cache": False, **config}
+    engine = Engine.from_pretrained(folder, scale.device, dtype=torch.bfloat16, **options)
     draw_weights(engine, folder)
     return engine
 

@@ -43,6 +43,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "bench_generate": ([], {"ms", "mismatch"}),
     "bench_steps": ([], {"ms", "beside"}),
+    "bench_async": ([], {"streams of blocking", "keep: sleep, ms"}),
     "bench_exact": ([], {"decode", "prefill", "step"}),
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_update": ([], {"updates"}),

@@ -98,6 +98,12 @@ def test_streams_of_staggered_requests_tell_the_answers_of_a_blocking_call(
     async def use(shared: AsyncEngine) -> None:
         answers = await asyncio.gather(*(ask(shared, number) for number in range(len(PROMPTS))))
         assert tokens(answers) == tokens(expected)
+        pairs = zip(PROMPTS, PARAMS, strict=True)
+        whole = await asyncio.gather(*(shared.generate(*pair) for pair in pairs))
+        assert tokens(whole) == tokens(expected)
+        task = asyncio.create_task(shared.generate([5, 6], LONG))
+        await asyncio.sleep(0.005)
+        task.cancel()
 
     run(overlapping(path), use)
 

@@ -102,9 +102,12 @@ def test_sampling_parameters_of_verl(synced: Verl) -> None:
     assert len({tuple(sample.token_ids) for sample in samples}) > 1
     seeded = synced.driver("generate", requests(**hot, seed=3)[:1] * 2)
     assert seeded[0].token_ids == seeded[1].token_ids
+    (other,) = synced.driver("generate", requests(allowed_token_ids=[7, 9], min_p=0.1)[:1])
+    assert {*other.token_ids} <= {7, 9}
     for given, words in (
-        ({"min_p": 0.5}, "sampling parameter min_p=0.5 has no effect"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 has no effect"),
+        ({"n": 2}, "sampling parameter n=2 has no effect"),
+        ({"stop": ["end"]}, "sampling parameter stop=.* has no effect"),
+        ({"min_p": 2.0}, "min_p=2.0 must be in"),
         ({"top_p": 2.0}, "top_p=2.0 must be in"),
     ):
         with pytest.raises(RayTaskError, match=words):
