@@ -349,7 +349,7 @@ class Engine(EngineBase, SteppedEngine):
         self.scheduler.preempt_all()
 
     def _advance(self) -> list[Output]:
-        ended = self.requests.take(self.steps.not_finite)
+        ended = self.requests.take(self.steps.not_finite, ends_only=True)
         if ended or not self.requests.ids:
             return ended
         if not self.scheduler.running:
@@ -359,7 +359,8 @@ class Engine(EngineBase, SteppedEngine):
             self.prompts.receive()
             self._memory.fit(self.prompts)
             self.steps.run(self.prompts)
-            outputs = self.requests.take(self.steps.not_finite)
+            self.idle_seconds = self.steps.waited
+            outputs = self.requests.take(self.steps.not_finite, self.ends_only)
             if not self.requests.ids:
                 self.drain()  # a step of samples that have ended
             return outputs

@@ -23,10 +23,15 @@ class SteppedEngine(SaverSide):
 
     Attributes:
         decisions: What the first rank decides for all.
+        ends_only: Whether `step` tells of samples that stream only when they end; until then, what
+            is new of them is kept, and costs nothing.
+        idle_seconds: Time of the last step in which its thread waited for the device.
         owner: Thread of the `EngineLoop` that alone may submit, abort and step; None: any thread.
     """
 
     decisions: StepDecisions
+    ends_only = False
+    idle_seconds = 0.0
     owner: int | None = None
     _stepped_by = ""  # the call that steps the engine now
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import compress
@@ -57,6 +58,7 @@ class TokenSteps:
 
     Attributes:
         under_way: The steps whose results are not read, in the order of their launches.
+        waited: Seconds for which results were waited for since `run` began.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class TokenSteps:
         self._rows = scheduler.rows
         self.depth = depth
         self.under_way = deque[Launched]()
+        self.waited = 0.0
         self._suspects = frozenset[Sample]()  # the samples of the last step, if it failed
 
     def run(self, prompts: PromptSource) -> None:
@@ -83,7 +86,7 @@ class TokenSteps:
             BaseException: The step failed before samples were chosen, the error is no `Exception`,
                 or other ranks share the model, which cannot continue without this rank.
         """
-        step = None
+        step, self.waited = None, 0.0
         try:
             step = self._scheduler.schedule(self._collect_all)
             prompts.ask(step)
@@ -207,7 +210,9 @@ class TokenSteps:
         if launched.logits is not None:
             self._branch(launched.logits, launched.branches, launched.version)
         if launched.sent is not None:
+            began = time.perf_counter()
             tokens, logprobs = launched.sent.arrays()
+            self.waited += time.perf_counter() - began
             known = self._rows.generation[launched.rows] == launched.generations
             if launched.routing is not None:
                 decoded = zip(launched.rows, launched.decoded, strict=False)

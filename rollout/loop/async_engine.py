@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +21,7 @@ from rollout.loop.router import most_tokens
 from rollout.requests import Completion, Output, SamplingParams
 
 _PLAIN = SamplingParams()
+_PATIENCE = 15  # as long as readers have read, before a step that does not wait tells more
 _RECENT = 128  # steps whose tokens tell the rate
 
 
@@ -155,7 +157,10 @@ class AsyncEngine:
         self._told = deque[tuple[float, int]](maxlen=_RECENT)  # (seconds, tokens) of steps
         self._tokens, self._begun = 0, time.monotonic()  # of the present turn
         self._closed = False
-        self._loop = EngineLoop(engine, self._flush)
+        self._reading: dict[asyncio.AbstractEventLoop, float] = {}  # since when
+        self._read_seconds = self._read_at = 0.0  # duration and end of the last reading
+        gc.freeze()  # a pass over all that was imported takes longer than a step
+        self._loop = EngineLoop(engine, self._flush, self._is_early)
         self.engine: Any = OwnedEngine(self._loop)
 
     @property
@@ -300,6 +305,16 @@ class AsyncEngine:
         with contextlib.suppress(RuntimeError):  # raised if nobody can read any more
             stream.events.call_soon_threadsafe(stream.wake)
 
+    def _is_early(self) -> bool:
+        """Return whether readers would slow the engine down if the next step told them more.
+
+        They share Python's lock with the engine's thread. What they do while that waits for the
+        device costs nothing. Otherwise they get a small share of the time.
+        """
+        if self._reading or self._loop.engine.idle_seconds > self._read_seconds:
+            return bool(self._reading)
+        return time.monotonic() < self._read_at + _PATIENCE * self._read_seconds
+
     def _flush(self) -> None:
         """Wake the event loops once, for all news of a turn."""
         now = time.monotonic()
@@ -308,15 +323,23 @@ class AsyncEngine:
         self._tokens, self._begun = 0, now
         while self._touched:
             events, streams = self._touched.popitem()
+            self._reading[events] = now
             try:
-                events.call_soon_threadsafe(_wake, streams)
+                events.call_soon_threadsafe(self._wake, events, streams)
             except RuntimeError:  # the event loop is closed: nobody reads
+                self._reading.pop(events, None)
                 self._loop.abort(*(stream.future for stream in streams))
 
+    # ---------------------------------------------------------------- in an event loop
 
-def _wake(streams: dict[TokenStream, None]) -> None:
-    for stream in streams:
-        stream.wake()
+    def _wake(self, events: asyncio.AbstractEventLoop, streams: dict[TokenStream, None]) -> None:
+        for stream in streams:
+            stream.wake()
+        events.call_soon(self._have_read, events)  # after the tasks that read
+
+    def _have_read(self, events: asyncio.AbstractEventLoop) -> None:
+        now = time.monotonic()
+        self._read_seconds, self._read_at = now - self._reading.pop(events, now), now
 
 
 def _joined(arrived: deque[Output]) -> list[Output]:

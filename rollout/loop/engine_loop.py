@@ -48,11 +48,11 @@ class _Request:
     def add(self, output: Output) -> bool:
         """Take what is new, and return whether the request has ended."""
         self.outputs.append(output)
+        if self.on_output is not None and (output.token_ids or output.error is None):
+            self.on_output(output)
         if output.error is not None:
             fail(self.future, output.error)
             return True
-        if self.on_output is not None:
-            self.on_output(output)
         self.ended += output.finish_reason is not None
         if self.ended == self.params.n:
             settle(self.future, lambda: joined(self.outputs)[0])
@@ -78,19 +78,23 @@ class EngineLoop(OwnerThread):
         engine: The engine, which no other thread may use until `close`.
         on_turn: Called after each step, and each request or call that was taken, in the loop's
             thread. It must be quick, and raise nothing.
-
-    Attributes:
-        on_turn: The argument; it may be replaced.
+        reading: Returns whether what was told before is still being read, so that the next step
+            tells ends only.
 
     Raises:
         StateError: This is not the engine's first rank.
     """
 
-    def __init__(self, engine: SteppedEngine, on_turn: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        on_turn: Callable[[], None] = lambda: None,
+        reading: Callable[[], bool] = lambda: False,
+    ) -> None:
         engine.decisions.require_first("EngineLoop")
         self._open: dict[int, _Request] = {}
         self._stalled = False  # no step is possible until a call changes that
-        self._paused = False
+        self._paused, self._reading = False, reading
         self._ending: list[Future[None]] = []  # pauses that wait for the ends of all requests
         self._held: list[list[_Request]] = []  # came since a pause
         super().__init__(engine, on_turn)
@@ -299,6 +303,7 @@ class EngineLoop(OwnerThread):
                 batch.remove(request)
 
     def _step(self) -> None:
+        self.engine.ends_only = self._reading()
         try:
             outputs = self.engine.step()
         except Exception as error:
@@ -347,6 +352,7 @@ class EngineLoop(OwnerThread):
         for request in chain.from_iterable(self._held):
             fail(request.future, error)
         self.engine.step()
+        self.engine.ends_only = False
         self.engine.decisions.call(_CLOSE)
         self._closing = True
 

@@ -23,7 +23,7 @@ class OwnerThread(ABC):
 
     def __init__(self, engine: SteppedEngine, on_turn: Callable[[], None] = lambda: None) -> None:
         """Start the thread, which calls `on_turn` after each thing that it does."""
-        self.engine, self.on_turn = engine, on_turn
+        self.engine, self._on_turn = engine, on_turn
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wanted: set[Future[Any]] = set()  # fail with the thread
         self._closing = False
@@ -74,7 +74,7 @@ class OwnerThread(ABC):
         try:
             while not self._closing:
                 self._turn()
-                self.on_turn()
+                self._on_turn()
         except BaseException as error:
             _log.warning("the loop of an engine ends: %s: %s", type(error).__name__, error)
             end = error if isinstance(error, Exception) else StateError(f"{end}: {error!r}")

@@ -34,6 +34,7 @@ class OpenRequests:
         self._count = 0  # of all requests so far, which numbers the next
         self._samples: dict[int, list[Sample]] = {}
         self._left: dict[int, int] = {}  # number of samples whose ends are not told
+        self._untold: dict[Sample, None] = {}  # samples that stream, and have new tokens
 
     @property
     def ids(self) -> list[int]:
@@ -125,8 +126,8 @@ class OpenRequests:
             for id in ids:
                 self._forget(id)
 
-    def take(self, why: Callable[[Sample], Exception]) -> list[Output]:
-        """Return what is new since the last call.
+    def take(self, why: Callable[[Sample], Exception], ends_only: bool = False) -> list[Output]:
+        """Return what is new since the last call; with `ends_only`, of samples that have ended.
 
         A request ends as a whole where one of its samples ends with "error". `why` returns the
         error of a sample that has none.
@@ -135,8 +136,11 @@ class OpenRequests:
         if broken := {sample.request for sample in ended if sample.finish_reason == "error"}:
             self.abort(broken)
             ended += self._scheduler.take_news()[1]
-        running = (sample for sample in dict.fromkeys(told) if sample.finish_reason is None)
-        outputs = [sample.news() for sample in running]
+        self._untold |= dict.fromkeys(told)
+        outputs = []
+        if not ends_only:
+            untold, self._untold = self._untold, {}
+            outputs = [sample.news() for sample in untold if sample.finish_reason is None]
         for sample in ended:
             if sample.request in self._samples and sample.index < sample.params.n:
                 failed = sample.finish_reason == "error"

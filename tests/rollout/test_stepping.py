@@ -198,3 +198,18 @@ def test_requests_of_other_steps_survive_what_ends_one(
     good = engine.submit(PROMPTS[3], GREEDY)
     ended = finish(engine, parts)
     assert ended[bad, 0].finish_reason == "error" and ended[good, 0] == alone[0]
+
+
+def test_engine_that_tells_ends_only_keeps_what_is_new_until_it_is_asked(path: Path) -> None:
+    engine = Engine.from_pretrained(path, kv_tokens=256)
+    long, short = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (20, 4))
+    ids = engine.submit([5, 6], long), engine.submit([7], short)
+    engine.ends_only = True
+    told = [output for _ in range(8) for output in engine.step()]
+    assert [(output.id, len(output.token_ids)) for output in told] == [(ids[1], 4)]
+    engine.ends_only = False
+    (first,) = engine.step()
+    assert first.id == ids[0] and len(first.token_ids) == 9 and first.finish_reason is None
+    rest = [output for _ in range(11) for output in engine.step()]
+    whole = Completion.joined([first, *rest])
+    assert [whole] == engine.generate([[5, 6]], long)[0]
