@@ -23,8 +23,8 @@ class SteppedEngine(SaverSide):
 
     Attributes:
         decisions: What the first rank decides for all.
-        ends_only: Whether `step` tells of samples that stream only when they end; until then, what
-            is new of them is kept, and costs nothing.
+        ends_only: Whether `step` tells first tokens and ends only. What is new of other samples is
+            kept until then, and costs nothing.
         idle_seconds: Time of the last step in which its thread waited for the device.
         owner: Thread of the `EngineLoop` that alone may submit, abort and step; None: any thread.
     """

@@ -154,11 +154,11 @@ class AsyncEngine:
         self._waiting: dict[TokenStream, int] = {}  # tokens of each
         self._touched: defaultdict[asyncio.AbstractEventLoop, dict[TokenStream, None]]
         self._touched = defaultdict(dict)
-        self._told = deque[tuple[float, int]](maxlen=_RECENT)  # (seconds, tokens) of steps
-        self._tokens, self._begun = 0, time.monotonic()  # of the present turn
+        self._told = deque[tuple[float, int]](maxlen=_RECENT)  # (seconds of steps, tokens)
+        self._tokens, self._busy = 0, 0.0  # since then, and the seconds of steps until then
         self._closed = False
         self._reading: dict[asyncio.AbstractEventLoop, float] = {}  # since when
-        self._read_seconds = self._read_at = 0.0  # duration and end of the last reading
+        self._read_seconds = self._read_at = 0.0  # duration and end of the last readings
         gc.freeze()  # a pass over all that was imported takes longer than a step
         self._loop = EngineLoop(engine, self._flush, self._is_early)
         self.engine: Any = OwnedEngine(self._loop)
@@ -280,6 +280,7 @@ class AsyncEngine:
                 await self._finish(abort)
         finally:
             await asyncio.to_thread(self._loop.close)
+            gc.unfreeze()
 
     async def _finish(self, abort: bool) -> None:
         if not abort:
@@ -311,19 +312,20 @@ class AsyncEngine:
         They share Python's lock with the engine's thread. What they do while that waits for the
         device costs nothing. Otherwise they get a small share of the time.
         """
-        if self._reading or self._loop.engine.idle_seconds > self._read_seconds:
-            return bool(self._reading)
-        return time.monotonic() < self._read_at + _PATIENCE * self._read_seconds
+        if any(not events.is_closed() for events in [*self._reading]):
+            return True
+        waits = self._loop.engine.idle_seconds > self._read_seconds
+        return not waits and time.monotonic() < self._read_at + _PATIENCE * self._read_seconds
 
     def _flush(self) -> None:
-        """Wake the event loops once, for all news of a turn."""
-        now = time.monotonic()
+        """Wake each event loop once, for all news of a turn."""
+        busy = self._loop.busy_seconds
         if self._tokens:
-            self._told.append((now - self._begun, self._tokens))
-        self._tokens, self._begun = 0, now
+            self._told.append((busy - self._busy, self._tokens))
+            self._tokens, self._busy = 0, busy
         while self._touched:
             events, streams = self._touched.popitem()
-            self._reading[events] = now
+            self._reading.setdefault(events, time.monotonic())
             try:
                 events.call_soon_threadsafe(self._wake, events, streams)
             except RuntimeError:  # the event loop is closed: nobody reads
@@ -339,7 +341,8 @@ class AsyncEngine:
 
     def _have_read(self, events: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
-        self._read_seconds, self._read_at = now - self._reading.pop(events, now), now
+        took = now - self._reading.pop(events, now)
+        self._read_seconds, self._read_at = max(took, 0.9 * self._read_seconds), now
 
 
 def _joined(arrived: deque[Output]) -> list[Output]:

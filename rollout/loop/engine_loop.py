@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -79,7 +80,10 @@ class EngineLoop(OwnerThread):
         on_turn: Called after each step, and each request or call that was taken, in the loop's
             thread. It must be quick, and raise nothing.
         reading: Returns whether what was told before is still being read, so that the next step
-            tells ends only.
+            tells first tokens and ends only.
+
+    Attributes:
+        busy_seconds: Time of all steps.
 
     Raises:
         StateError: This is not the engine's first rank.
@@ -95,6 +99,7 @@ class EngineLoop(OwnerThread):
         self._open: dict[int, _Request] = {}
         self._stalled = False  # no step is possible until a call changes that
         self._paused, self._reading = False, reading
+        self.busy_seconds = 0.0
         self._ending: list[Future[None]] = []  # pauses that wait for the ends of all requests
         self._held: list[list[_Request]] = []  # came since a pause
         super().__init__(engine, on_turn)
@@ -303,7 +308,7 @@ class EngineLoop(OwnerThread):
                 batch.remove(request)
 
     def _step(self) -> None:
-        self.engine.ends_only = self._reading()
+        self.engine.ends_only, began = self._reading(), time.monotonic()
         try:
             outputs = self.engine.step()
         except Exception as error:
@@ -316,6 +321,7 @@ class EngineLoop(OwnerThread):
         else:
             for output in outputs:
                 self._deliver(output)
+        self.busy_seconds += time.monotonic() - began
 
     def _deliver(self, output: Output) -> None:
         request = self._open.get(output.id)

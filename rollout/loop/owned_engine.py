@@ -24,6 +24,8 @@ class OwnedEngine:
         return self._loop.generate(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         engine = self._loop.engine
         if callable(getattr(type(engine), name, None)):
             return lambda *args, **kwargs: self._loop.begin_call(name, *args, **kwargs).result()

@@ -127,7 +127,7 @@ class OpenRequests:
                 self._forget(id)
 
     def take(self, why: Callable[[Sample], Exception], ends_only: bool = False) -> list[Output]:
-        """Return what is new since the last call; with `ends_only`, of samples that have ended.
+        """Return what is new since the last call; with `ends_only`, first tokens and ends.
 
         A request ends as a whole where one of its samples ends with "error". `why` returns the
         error of a sample that has none.
@@ -137,10 +137,10 @@ class OpenRequests:
             self.abort(broken)
             ended += self._scheduler.take_news()[1]
         self._untold |= dict.fromkeys(told)
-        outputs = []
-        if not ends_only:
-            untold, self._untold = self._untold, {}
-            outputs = [sample.news() for sample in untold if sample.finish_reason is None]
+        telling = [sample for sample in self._untold if not (ends_only and sample.told)]
+        outputs = [sample.news() for sample in telling if sample.finish_reason is None]
+        for sample in telling:
+            del self._untold[sample]
         for sample in ended:
             if sample.request in self._samples and sample.index < sample.params.n:
                 failed = sample.finish_reason == "error"

@@ -200,16 +200,17 @@ def test_requests_of_other_steps_survive_what_ends_one(
     assert ended[bad, 0].finish_reason == "error" and ended[good, 0] == alone[0]
 
 
-def test_engine_that_tells_ends_only_keeps_what_is_new_until_it_is_asked(path: Path) -> None:
+def test_engine_that_tells_firsts_and_ends_keeps_what_is_new_until_it_is_asked(path: Path) -> None:
     engine = Engine.from_pretrained(path, kv_tokens=256)
     long, short = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (20, 4))
     ids = engine.submit([5, 6], long), engine.submit([7], short)
     engine.ends_only = True
     told = [output for _ in range(8) for output in engine.step()]
-    assert [(output.id, len(output.token_ids)) for output in told] == [(ids[1], 4)]
+    counts = [(output.id, len(output.token_ids)) for output in told]
+    assert counts == [(ids[0], 1), (ids[1], 1), (ids[1], 3)]
     engine.ends_only = False
-    (first,) = engine.step()
-    assert first.id == ids[0] and len(first.token_ids) == 9 and first.finish_reason is None
+    (next_,) = engine.step()
+    assert next_.id == ids[0] and len(next_.token_ids) == 8 and next_.finish_reason is None
     rest = [output for _ in range(11) for output in engine.step()]
-    whole = Completion.joined([first, *rest])
+    whole = Completion.joined([told[0], next_, *rest])
     assert [whole] == engine.generate([[5, 6]], long)[0]

@@ -115,7 +115,7 @@ def test_slow_reader_gets_all_that_has_come_at_once(path: str) -> None:
         pieces = [output async for output in stream]
         assert [piece.token_ids for piece in pieces] == [whole.token_ids]
         quick = [output async for output in shared.submit([5, 6], LONG)]
-        assert len(quick) > 10 and Completion.joined(quick) == whole
+        assert len(quick) > 2 and Completion.joined(quick) == whole
 
     run(overlapping(path), use)
 
