@@ -153,10 +153,13 @@ class SamplingParams:
 
     def _keep_as_pairs(self) -> None:
         given: Any = self.logit_bias
-        pairs = tuple(given.items() if isinstance(given, Mapping) else given)
+        rule = "must be finite numbers by token id, such as {5: 1.5}"
+        try:
+            pairs = dict(given).items()
+        except (TypeError, ValueError):
+            pairs = {"": 0.0}.items()
         whole = all(_is_number(token, Integral) for token, _ in pairs)
         finite = all(_is_number(bias, Real) and math.isfinite(bias) for _, bias in pairs)
-        rule = "must be finite numbers by token id, such as {5: 1.5}"
         check_option(self, "logit_bias", whole and finite, rule)
         kept = tuple((int(token), float(bias)) for token, bias in pairs)
         object.__setattr__(self, "logit_bias", kept)

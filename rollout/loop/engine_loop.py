@@ -117,7 +117,8 @@ class EngineLoop(OwnerThread):
             prompt: Token ids.
             params: Sampling parameters.
             on_output: Gets what is new, in the loop's thread: each token once, in the step that
-                generates it. It must be quick. An error that it raises ends the request.
+                generates it, or later while `reading`. It must be quick. An error that it raises
+                ends the request.
             asleep: Whether the request is queued or refused while the engine cannot generate.
 
         Returns:

@@ -122,6 +122,7 @@ def test_min_p_leaves_out_tokens_below_a_share_of_the_likeliest(path: Path) -> N
         ({"repetition_penalty": 0}, "repetition_penalty=0 must be positive"),
         ({"logit_bias": {5: float("inf")}}, "logit_bias=.* must be finite numbers by token id"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias=.* must be finite numbers by token id"),
+        ({"logit_bias": 5}, "logit_bias=5 must be finite numbers by token id"),
         ({"allowed_token_ids": ()}, r"allowed_token_ids=\(\) allows no token"),
         ({"allowed_token_ids": "ab"}, "allowed_token_ids='ab' must be a sequence of token ids"),
         ({"bad_words": (5,)}, r"bad_words=\(5,\) must be sequences of token ids"),
