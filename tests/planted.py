@@ -615,6 +615,34 @@ BUGS = [
         "beside = self._engine if recipe.cluster.colocate else NO_ENGINE",
         "beside = self._engine",
     ),
+    Bug(
+        "a parked request's keys and values are cached under new weights",
+        "rollout/scheduling/tiers.py",
+        "rollout/test_tiered_workload.py",
+        "        self._held[handle] = replace(self._held[handle], version=swapped.version)\n",
+        "",
+    ),
+    Bug(
+        "an update that recomputes leaves parked requests their old keys and values",
+        "rollout/engine/engine.py",
+        "rollout/test_swap.py",
+        "            self.scheduler.forget_parked()\n",
+        "",
+    ),
+    Bug(
+        "a preempted request queues behind those of its priority",
+        "rollout/scheduling/scheduler.py",
+        "rollout/test_stepping.py",
+        "s.params.priority >= own)",
+        "s.params.priority > own)",
+    ),
+    Bug(
+        "penalties do not see the last token",
+        "rollout/engine/token_steps.py",
+        "rollout/test_adjusted_sampling.py",
+        "launched.branches or self._rows.looking_back[launched.rows].any()",
+        "launched.branches",
+    ),
 ]
 
 

@@ -214,3 +214,17 @@ def test_engine_that_tells_firsts_and_ends_keeps_what_is_new_until_it_is_asked(p
     rest = [output for _ in range(11) for output in engine.step()]
     whole = Completion.joined([told[0], next_, *rest])
     assert [whole] == engine.generate([[5, 6]], long)[0]
+
+
+def test_requeued_request_goes_on_before_those_that_wait(path: Path) -> None:
+    engine = Engine.from_pretrained(path, kv_tokens=256, max_running=1)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    ids = [engine.submit(prompt, params) for prompt in ([5, 6], [7])]
+    told = [*engine.step(), *engine.step()]
+    engine.requeue()
+    assert not engine.scheduler.running
+    while engine.unfinished:
+        told += engine.step()
+    assert [output.id for output in told] == sorted(output.id for output in told)
+    for id, (wanted,) in zip(ids, engine.generate([[5, 6], [7]], params), strict=True):
+        assert Completion.joined([output for output in told if output.id == id]) == wanted
