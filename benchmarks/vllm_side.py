@@ -102,8 +102,9 @@ def adapters(path: str, count: int) -> tuple[int, list[str]]:
     from rollout.model import parameter_shapes
 
     rank = 32 if count == 1 else 16
-    names = [name for name in parameter_shapes(path)[0] if "_proj.weight" in name]
-    modules = sorted({name.split(".")[-2] for name in names})
+    shapes = parameter_shapes(path)[0] if count else {}
+    adapted = {name: shape for name, shape in shapes.items() if "_proj.weight" in name}
+    modules = sorted({name.split(".")[-2] for name in adapted})
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
     folders = []
     for number in range(count):
@@ -111,8 +112,7 @@ def adapters(path: str, count: int) -> tuple[int, list[str]]:
         folder = Path(path) / f"adapter{number}"
         folder.mkdir(exist_ok=True)
         factors = {}
-        for name in names:
-            rows, columns = parameter_shapes(path)[0][name]
+        for name, (rows, columns) in adapted.items():
             layer = "base_model.model." + name.removesuffix(".weight")
             for factor, shape in {"A": (rank, columns), "B": (rows, rank)}.items():
                 drawn = torch.randn(shape, generator=draw, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ def plan_with_remedies(recipe: Recipe, decisions: Decisions, request: PlanReques
 
     Args:
         recipe: The recipe.
-        decisions: Decisions, of which `exact` and `alias` are made.
+        decisions: Decisions, of which `exact` is made.
         request: What to plan for.
     """
 

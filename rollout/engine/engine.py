@@ -244,6 +244,11 @@ class Engine(EngineBase, SteppedEngine):
     # ---------------------------------------------------------------- requests and steps
 
     @property
+    def idle_seconds(self) -> float:
+        """Return how long the last step waited for the device."""
+        return self.steps.waited
+
+    @property
     def unfinished(self) -> list[int]:
         """Return the numbers of the requests whose last outputs `step` has not returned."""
         return self.requests.ids
@@ -359,7 +364,6 @@ class Engine(EngineBase, SteppedEngine):
             self.prompts.receive()
             self._memory.fit(self.prompts)
             self.steps.run(self.prompts)
-            self.idle_seconds = self.steps.waited
             outputs = self.requests.take(self.steps.not_finite, self.ends_only)
             if not self.requests.ids:
                 self.drain()  # a step of samples that have ended

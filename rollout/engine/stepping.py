@@ -25,15 +25,18 @@ class SteppedEngine(SaverSide):
         decisions: What the first rank decides for all.
         ends_only: Whether `step` tells first tokens and ends only. What is new of other samples is
             kept until then, and costs nothing.
-        idle_seconds: Time of the last step in which its thread waited for the device.
         owner: Thread of the `EngineLoop` that alone may submit, abort and step; None: any thread.
     """
 
     decisions: StepDecisions
     ends_only = False
-    idle_seconds = 0.0
     owner: int | None = None
     _stepped_by = ""  # the call that steps the engine now
+
+    @property
+    def idle_seconds(self) -> float:
+        """Return how long the last step waited for the device, as far as the engine knows."""
+        return 0.0
 
     @property
     @abstractmethod

@@ -159,8 +159,8 @@ class AsyncEngine:
         self._closed = False
         self._reading: dict[asyncio.AbstractEventLoop, float] = {}  # since when
         self._read_seconds = self._read_at = 0.0  # duration and end of the last readings
-        gc.freeze()  # a pass over all that was imported takes longer than a step
         self._loop = EngineLoop(engine, self._flush, self._is_early)
+        gc.freeze()  # a pass over all that was imported takes longer than a step
         self.engine: Any = OwnedEngine(self._loop)
 
     @property

@@ -31,8 +31,14 @@ SHARED = {
     "load_adapter", "serve_update", "shrink", "sleep", "sync_weights", "unload_adapter", "wake_up",
 }  # fmt: skip
 """Methods that change what a step computes: all ranks call them between the same two steps."""
+
 _FOREVER = 10.0 * 365 * 24 * 3600  # seconds: an idle engine waits for its first rank
 _CLOSE = "close"
+
+
+def name_of_all(method: str) -> str:
+    """Return the name of a call that all ranks make together; empty for other methods."""
+    return method if method in SHARED else ""
 
 
 @dataclass(eq=False)
@@ -199,7 +205,7 @@ class EngineLoop(OwnerThread):
             What it returns, or its error.
         """
         call = partial(getattr(self.engine, name), *args, **kwargs)
-        return self.call(call, shared=name if name in SHARED else "")
+        return self.call(call, shared=name_of_all(name))
 
     def resume_generation(self) -> Future[None]:
         """Run steps again, and take the requests that have come meanwhile.

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.actor_base import ActorBase
 from rollout.engine.stepping import SteppedEngine
-from rollout.loop.engine_loop import SHARED, EngineLoop, FollowingLoop
+from rollout.loop.engine_loop import EngineLoop, FollowingLoop, name_of_all
 from rollout.loop.owner import settle
 from rollout.requests import Completion
 
@@ -18,8 +18,8 @@ class LoopActor(ActorBase):
     """Process whose `held` engine answers several callers at once, from `own` on.
 
     Requests of all callers are computed together. Other calls run between two steps, in their
-    order; the methods of `SHARED` must be called on every rank of the engine. An engine that is not
-    stepped (SGLang) takes one call at a time.
+    order; the methods of `engine_loop.SHARED` must be called on every rank of the engine. An engine
+    that is not stepped (SGLang) takes one call at a time.
 
     Attributes:
         loop: Owns the engine; None: no engine, or one that is not stepped.
@@ -54,7 +54,7 @@ class LoopActor(ActorBase):
             with self._turn:
                 settle(future, call)
         else:
-            future = self.loop.call(call, shared=method if method in SHARED else "")
+            future = self.loop.call(call, shared=name_of_all(method))
         return future
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Completion]]:

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from memsaver.ops.layout import send_together
@@ -54,20 +52,22 @@ class Adjustments:
     @classmethod
     def of(cls, rows: Mapping[int, Adjustment], device: torch.device) -> Self:
         """Send the changes of rows, by their numbers, to the device."""
-        restricted = [row for row, own in rows.items() if own.allowed is not None]
-        allowed, biased, penalized = [], [], []
-        for place, row in enumerate(restricted):
-            allowed += [(place, token) for token in rows[row].allowed or ()]
+        restricted, allowed = list[int](), list[tuple[int, int]]()
+        biased, penalized = list[tuple[int, int]](), list[tuple[int, int]]()
+        bias, repetition, penalty = list[float](), list[float](), list[float]()
         for row, own in rows.items():
-            biased += [(row, token, bias) for token, bias in own.bias.items()]
-            pairs = own.penalties.items()
-            penalized += [(row, token, own.repetition, penalty) for token, penalty in pairs]
-        places = [np.array(restricted, np.int64), _columns(allowed, 0, 2)]
-        host = [
-            *places, _columns(biased, 0, 2), _columns(biased, 2, 3)[0].astype(np.float32),
-            _columns(penalized, 0, 2), *_columns(penalized, 2, 4).astype(np.float32),
-        ]  # fmt: skip
-        return cls(*send_together([torch.from_numpy(part) for part in host], device))
+            if own.allowed is not None:
+                allowed += [(len(restricted), token) for token in own.allowed]
+                restricted.append(row)
+            biased += [(row, token) for token in own.bias]
+            bias += own.bias.values()
+            penalized += [(row, token) for token in own.penalties]
+            penalty += own.penalties.values()
+            repetition += [own.repetition] * len(own.penalties)
+        places = [torch.tensor(restricted, dtype=torch.int64), *map(_places, (allowed, biased))]
+        numbers = [torch.tensor(part, dtype=torch.float32) for part in (bias, repetition, penalty)]
+        host = [*places, numbers[0], _places(penalized), *numbers[1:]]
+        return cls(*send_together(host, device))
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return changed logits.
@@ -93,8 +93,6 @@ class Adjustments:
         return changed
 
 
-def _columns(rows: Sequence[tuple[float, ...]], first: int, last: int) -> NDArray[Any]:
-    """Return columns [first, last) of a table as rows; of an empty one, empty rows."""
-    kind = np.int64 if last <= 2 else np.float64
-    columns = np.array([row[first:last] for row in rows], dtype=kind).reshape(-1, last - first)
-    return np.ascontiguousarray(columns.T)
+def _places(pairs: Sequence[tuple[int, int]]) -> Tensor:
+    """Return pairs of a row and a token, int64 [2, N]."""
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()

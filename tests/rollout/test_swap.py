@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rollout import Completion, Engine, Output, SamplingParams
+from rollout.engine.stepping import joined
 from tests.helpers.case_selection import pairwise
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import assert_same, check, random_prompts, run
@@ -108,17 +109,13 @@ def test_failed_step_leaves_no_swapped_pages_or_locks(
     check(tiny(0), crowd(), [[answer] for answer in run(engine, crowd(), LONG)])
 
 
-def finish(engine: Engine) -> dict[int, list[Completion]]:
-    """Return what is told of each request from now on, to its end."""
-    outputs: dict[tuple[int, int], list[Output]] = {}
+def finish(engine: Engine) -> list[list[Completion]]:
+    """Return what is told of each request from now on, to its end, in the order of requests."""
+    outputs: list[Output] = []
     while engine.unfinished:
-        for output in engine.step():
-            outputs.setdefault((output.id, output.sample), []).append(output)
+        outputs += engine.step()
         engine.check_integrity()
-    ends: dict[int, list[Completion]] = {}
-    for (id, _), parts in sorted(outputs.items()):
-        ends.setdefault(id, []).append(Completion.joined(parts))
-    return ends
+    return joined(outputs)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -132,7 +129,8 @@ def test_sleep_that_keeps_requests_computes_no_token_twice(
     engine = tiered(path, device=device, kv_tokens=512, engine={"max_prefill_tokens": 16})
     params = replace(LONG, n=2)
     plain = make(path, device=device, prefix_cache=False, kv_tokens=2048)
-    ids = [engine.submit(prompt, params, stream=False) for prompt in crowd()]
+    for prompt in crowd():
+        engine.submit(prompt, params, stream=False)
     for version in range(1, 5):
         for _ in range(4):
             engine.step()
@@ -145,9 +143,8 @@ def test_sleep_that_keeps_requests_computes_no_token_twice(
             update(engine, version, seed=0)
         engine.check_integrity()
         assert engine.stats.preempted_swap >= running
-    ends = finish(engine)
-    for id, expected in zip(ids, plain.generate(crowd(), params), strict=True):
-        assert_same(ends[id], expected)
+    for ends, expected in zip(finish(engine), plain.generate(crowd(), params), strict=True):
+        assert_same(ends, expected)
     assert engine.stats.preempted_recompute == 0
     assert engine.stats.preempted_swap == engine.stats.swapped_back > 0
     once = sum(CROWD) + 2 * len(CROWD) * (LONG.max_tokens - 1)
@@ -159,7 +156,7 @@ def test_sleep_that_keeps_requests_computes_no_token_twice(
 def test_parked_request_goes_on_over_its_keys_under_new_weights(path: Path, how: str) -> None:
     """Nobody else uses them; with "recompute", an update lets it compute them again."""
     engine, (prompt, *_) = tiered(path, kv_tokens=512), crowd()
-    id = engine.submit(prompt, LONG)
+    engine.submit(prompt, LONG)
     first: list[int] = []
     while len(first) < 6:
         first += [token for output in engine.step() for token in output.token_ids]
@@ -168,7 +165,7 @@ def test_parked_request_goes_on_over_its_keys_under_new_weights(path: Path, how:
     lose_device(engine)
     update(engine, 1, seed=1, in_flight=how)
     before = engine.stats.computed_tokens
-    (last,) = finish(engine)[id]
+    ((last,),) = finish(engine)
     count = LONG.max_tokens - len(first)
     assert last.weight_versions == [1] * count
     prefilled = len(prompt) + len(first) if how == "recompute" else 1
@@ -187,13 +184,13 @@ def test_requests_without_room_on_the_host_or_without_tiers_are_computed_again(p
     host_bytes = 2 * 4 * 2 * 2 * 2 * 16 * 12  # twelve pages
     small = tiered(path, kv_tokens=512, host_bytes=host_bytes)
     for engine in (small, make(path)):
-        ids = [engine.submit(prompt, LONG, stream=False) for prompt in crowd()]
+        for prompt in crowd():
+            engine.submit(prompt, LONG, stream=False)
         for _ in range(4):
             engine.step()
         engine.sleep(unfinished="keep")
         engine.wake_up()
-        ends = finish(engine)
-        check(tiny(0), crowd(), [ends[id] for id in ids])
+        check(tiny(0), crowd(), finish(engine))
         assert engine.stats.preempted_recompute > 0
         assert (engine.stats.swapped_back > 0) == (engine is small)
 
@@ -210,7 +207,6 @@ def test_parked_requests_that_end_leave_no_host_pages(path: Path) -> None:
     for id in ids:
         engine.abort(id)
     engine.wake_up()
-    assert {answer.finish_reason for ends in finish(engine).values() for answer in ends} == {
-        "abort"
-    }
+    ends = itertools.chain.from_iterable(finish(engine))
+    assert {answer.finish_reason for answer in ends} == {"abort"}
     assert blocks_of(engine).swapped_pages() == 0

@@ -25,18 +25,12 @@ from rollout import (
 from tests.helpers.case_selection import rounds
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.loops import CONFIG, LONG, SHORT, overlapping, params, tokens
 from tests.helpers.rollout.updates import answers, checkpoint, tiny, update
 from tests.helpers.rollout.updates import expected as expected_answers
 
-LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-CONFIG: dict[str, Any] = {"kv_tokens": 1024, "max_running": 8}
 PROMPTS = random_prompts(tuple(range(3, 27)))
 Use = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
-
-
-def params(number: int) -> SamplingParams:
-    return SamplingParams(max_tokens=3 + number % 9, n=1 + number % 2, seed=number, ignore_eos=True)
 
 
 PARAMS = [params(number) for number in range(len(PROMPTS))]
@@ -52,13 +46,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def expected(path: str) -> list[list[Completion]]:
     return Engine.from_pretrained(path, **CONFIG).generate(PROMPTS, PARAMS)
-
-
-def overlapping(path: str, **options: Any) -> Engine:
-    """Build an engine that launches a step before it reads the one before."""
-    engine = Engine.from_pretrained(path, **{**CONFIG, **options})
-    engine.steps.depth = 1
-    return engine
 
 
 def run(engine: Engine, use: Use, **options: Any) -> None:
@@ -82,10 +69,6 @@ async def read(stream: TokenStream) -> list[Completion]:
     told = [Completion.joined(pieces[sample]) for sample in sorted(pieces)]
     assert told == await stream.result()
     return told
-
-
-def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[sample.token_ids for sample in samples] for samples in answers]
 
 
 def test_streams_of_staggered_requests_tell_the_answers_of_a_blocking_call(

@@ -20,15 +20,9 @@ from rollout.loop import EngineLoop, FollowingLoop
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
+from tests.helpers.rollout.loops import CONFIG, LONG, SHORT, overlapping, params, tokens
 
-LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-CONFIG: dict[str, Any] = {"kv_tokens": 1024, "max_running": 8}
 PROMPTS = random_prompts(tuple(range(3, 43)))
-
-
-def params(number: int) -> SamplingParams:
-    return SamplingParams(max_tokens=3 + number % 9, n=1 + number % 2, seed=number, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +39,6 @@ def expected(path: str) -> list[list[Completion]]:
     return engine.generate(PROMPTS, [params(number) for number in range(len(PROMPTS))])
 
 
-def overlapping(path: str, **options: Any) -> Engine:
-    """Build an engine that launches a step before it reads the one before."""
-    engine = Engine.from_pretrained(path, **CONFIG, **options)
-    engine.steps.depth = 1
-    return engine
-
-
 @pytest.fixture
 def engine(path: str) -> Engine:
     return overlapping(path)
@@ -64,10 +51,6 @@ def loop(engine: Engine) -> Iterator[EngineLoop]:
     loop.close()
     assert len(engine.generate([[5]], SHORT)[0][0].token_ids) == 4 and not engine.unfinished
     engine.check_integrity()
-
-
-def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[sample.token_ids for sample in samples] for samples in answers]
 
 
 def staggered(loop: EngineLoop) -> list[list[Completion]]:

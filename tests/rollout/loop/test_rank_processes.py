@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from memsaver import StateError
-from rollout import Engine, SamplingParams
+from rollout import Engine
 from rollout.loop.loop_actor import LoopActor
 from rollout.loop.rank_processes import RankProcesses
 from rollout.process_group import RankAddress
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import server
-
-LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+from tests.helpers.rollout.loops import LONG, SHORT
 
 
 class Rank(LoopActor):

@@ -105,19 +105,23 @@ def answers_of(
     return answers
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_bits_of_engine_and_trainer_are_equal(name: str, dtype: str, tmp_path: Path) -> None:
-    path, prompts = described(name, tmp_path), prompts_of(LENGTHS)
-    trainer = trainer_of(path, param_dtype=dtype)
-    answers = answers_of(trainer, path, prompts)
-    batch = SequenceBatch(
+def batch_of(prompts: list[list[int]], answers: list[Completion]) -> SequenceBatch:
+    return SequenceBatch(
         prompt_ids=prompts,
         response_ids=[answer.token_ids for answer in answers],
         rollout_logprobs=[answer.logprobs for answer in answers],
         advantages=[1.0, -1.0] * (len(prompts) // 2) + [1.0],
         temperature=0.8,
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_bits_of_engine_and_trainer_are_equal(name: str, dtype: str, tmp_path: Path) -> None:
+    path, prompts = described(name, tmp_path), prompts_of(LENGTHS)
+    trainer = trainer_of(path, param_dtype=dtype)
+    answers = answers_of(trainer, path, prompts)
+    batch = batch_of(prompts, answers)
     assert trainer.compute_log_prob(batch) == batch.rollout_logprobs
     for options in ({"max_prefill_tokens": 384}, {"max_running": 1}, {"cuda_graphs": False}):
         again = answers_of(trainer, path, prompts, **options)
@@ -151,13 +155,7 @@ def test_bits_of_served_adapters_are_equal_over_one_base(name: str, tmp_path: Pa
             cycle.to_rollout(version)
             answers = [group[0] for group in rollout.generate(prompts, asked)]
             cycle.to_train()
-            batch = SequenceBatch(
-                prompt_ids=prompts,
-                response_ids=[answer.token_ids for answer in answers],
-                rollout_logprobs=[answer.logprobs for answer in answers],
-                advantages=[1.0, -1.0] * (len(prompts) // 2) + [1.0],
-                temperature=0.8,
-            )
+            batch = batch_of(prompts, answers)
             assert trainer.compute_log_prob(batch) == batch.rollout_logprobs
             figures = trainer.update_actor(batch)
             assert figures["unequal_tokens"] == 0 < figures["grad_norm"]
