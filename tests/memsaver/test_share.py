@@ -20,7 +20,7 @@ from memsaver.sharing import rpc
 from memsaver.sharing.client import owners
 from tests.helpers.memory import counted, open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.remote import remote_saver
-from tests.helpers.memsaver.savers import MIB, connections, shared, until
+from tests.helpers.memsaver.savers import MIB, connections, own_threads, shared, until
 from tests.helpers.peers import Peer
 
 pytestmark = pytest.mark.alone
@@ -136,7 +136,7 @@ def test_another_user_gets_no_lease_and_costs_no_resources(device: str) -> None:
     memsaver.attach(ticket).close()
     other_user = Peer(_other_user, device, ticket)
     try:
-        before = settled_fds(), threading.active_count()
+        before = settled_fds(), own_threads()
         other_user.tell("begin")
         assert other_user.hear() == (
             f"no lease of tag 't': its saver is user {os.getuid()}'s, "
@@ -146,7 +146,7 @@ def test_another_user_gets_no_lease_and_costs_no_resources(device: str) -> None:
         assert other_user.hear() == "all closed"
         assert saver.report().tags["t"].leases == 0
         memsaver.attach(ticket).close()
-        until(lambda: open_fds() <= before[0] and threading.active_count() <= before[1])
+        until(lambda: open_fds() <= before[0] and own_threads() <= before[1])
     finally:
         other_user.bury()
     saver.pause()

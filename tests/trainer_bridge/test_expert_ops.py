@@ -138,7 +138,9 @@ def test_mix_experts_and_gradients_match_transformers(
     expected_out.backward(slope.double())
     results = [out, *(tensor.grad for tensor in (*inputs, *own.parameters()))]
     expected = [expected_out, *(tensor.grad for tensor in (*wide, *exact_experts.parameters()))]
-    size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}[dtype]
+    # Eight roundings in a row at most, of sums whose terms add up to twice the largest value or
+    # less. Triton's interpreter truncates bf16, always towards zero, so that errors add up.
+    size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}[dtype]
     for result, wanted in zip(results, expected, strict=True):
         assert result is not None and wanted is not None and result.dtype == dtype
         apart = (result.detach().double() - wanted.detach()).abs().max()

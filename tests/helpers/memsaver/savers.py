@@ -73,17 +73,25 @@ def may_raise(*kinds: type[Exception]) -> Iterator[None]:
         assert "gave no answer" not in str(error) and "was busy for" not in str(error), error
 
 
-def until(done: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait for a condition that another thread or process brings about."""
+def until(
+    done: Callable[[], Any], seconds: float = 30.0, found: Callable[[], Any] = lambda: ""
+) -> None:
+    """Wait for a condition that another thread or process brings about; `found` tells its state."""
     deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < deadline, f"the condition is false after {seconds:g} s"
+        assert time.monotonic() < deadline, f"the condition is false after {seconds:g} s {found()}"
         time.sleep(0.002)
 
 
 def connections() -> int:
     """Count the open ends of savers' connections in this process; each has a reading thread."""
     return sum(thread.name.endswith("-read") for thread in threading.enumerate())
+
+
+def own_threads() -> int:
+    """Count memsaver's threads without pools', such as "memsaver-copy_1", which grow with use."""
+    names = [thread.name for thread in threading.enumerate()]
+    return sum(name.startswith("memsaver-") and "_" not in name for name in names)
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
