@@ -9,9 +9,13 @@ from typing import Literal
 from memsaver import StateError
 from memsaver.system.interrupts import deliver, held
 from memsaver.system.replaced import having
+from memsaver.types import check_choice
 from rollout.engine.engine_base import SaverSide
 from rollout.engine.step_decisions import StepDecision, StepDecisions
 from rollout.requests import Completion, Output, Progress, SamplingParams, for_each
+
+Asleep = Literal["queue", "refuse"]
+"""Whether a request is queued or refused while the engine cannot generate."""
 
 
 class SteppedEngine(SaverSide):
@@ -78,7 +82,7 @@ class SteppedEngine(SaverSide):
         params: SamplingParams,
         *,
         stream: bool = True,
-        asleep: Literal["queue", "refuse"] = "queue",
+        asleep: Asleep = "queue",
         name: str = "the prompt",
     ) -> int:
         """Queue a request, which later calls of `step` answer.
@@ -98,8 +102,7 @@ class SteppedEngine(SaverSide):
             StateError: The engine cannot generate and `asleep` is "refuse", or it has failed for
                 good, or a call of `generate` steps it, or this is not its first rank.
         """
-        if asleep not in ("queue", "refuse"):
-            raise ValueError(f"asleep={asleep!r} must be queue or refuse")
+        check_choice("asleep", asleep, Asleep)
         self.decisions.require_first("submit")
         self._require_own_steps("submit")
         self._check(name, prompt, params)

@@ -17,6 +17,7 @@ from memsaver import StateError
 from rollout.engine.stepping import SteppedEngine
 from rollout.loop.engine_loop import EngineLoop, PauseMode
 from rollout.loop.owned_engine import OwnedEngine
+from rollout.loop.rank_processes import RankProcesses
 from rollout.loop.router import most_tokens
 from rollout.requests import Completion, Output, SamplingParams
 
@@ -137,18 +138,19 @@ class AsyncEngine:
 
     Args:
         engine: The engine, which nothing else may use until `close`; of several ranks, the first.
+            Or its processes, which `close` ends: they need none of this process's time.
         max_waiting: Number of requests that may wait for their first tokens.
 
     Attributes:
         engine: The engine, for callers in other threads than its own: its methods run between two
-            steps. It is a target of `Trainer.connect`.
+            steps. It is a target of `Trainer.connect`. None: it has processes of its own.
 
     Raises:
         StateError: This is not the engine's first rank.
         ValueError: `max_waiting` is no positive integer.
     """
 
-    def __init__(self, engine: SteppedEngine, max_waiting: int = 1024) -> None:
+    def __init__(self, engine: SteppedEngine | RankProcesses, max_waiting: int = 1024) -> None:
         self.max_waiting = max_waiting
         check_counts(self, "max_waiting")
         self._waiting: dict[TokenStream, int] = {}  # tokens of each
@@ -159,14 +161,19 @@ class AsyncEngine:
         self._closed = False
         self._reading: dict[asyncio.AbstractEventLoop, float] = {}  # since when
         self._read_seconds = self._read_at = 0.0  # duration and end of the last readings
-        self._loop = EngineLoop(engine, self._flush, self._is_early)
+        self._loop: EngineLoop | RankProcesses
+        self.engine: Any = None
+        if isinstance(engine, RankProcesses):
+            self._loop, engine.on_turn = engine, self._flush
+        else:
+            self._loop = EngineLoop(engine, self._flush, self._is_early)
+            self.engine = OwnedEngine(self._loop)
         gc.freeze()  # a pass over all that was imported takes longer than a step
-        self.engine: Any = OwnedEngine(self._loop)
 
     @property
     def ended(self) -> bool:
         """Return whether it is closed, or its engine has failed for good."""
-        return self._closed or self._loop.ended or not self._loop.engine.decisions.possible
+        return self._closed or self._loop.failed
 
     @property
     def full(self) -> bool:
@@ -314,6 +321,7 @@ class AsyncEngine:
         """
         if any(not events.is_closed() for events in [*self._reading]):
             return True
+        assert isinstance(self._loop, EngineLoop)
         waits = self._loop.engine.idle_seconds > self._read_seconds
         return not waits and time.monotonic() < self._read_at + _PATIENCE * self._read_seconds
 
@@ -331,6 +339,7 @@ class AsyncEngine:
             except RuntimeError:  # the event loop is closed: nobody reads
                 self._reading.pop(events, None)
                 self._loop.abort(*(stream.future for stream in streams))
+        self._confirm()
 
     # ---------------------------------------------------------------- in an event loop
 
@@ -341,8 +350,20 @@ class AsyncEngine:
 
     def _have_read(self, events: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
-        took = now - self._reading.pop(events, now)
+        took = self._read_by(events)
         self._read_seconds, self._read_at = max(took, 0.9 * self._read_seconds), now
+
+    def _read_by(self, events: asyncio.AbstractEventLoop) -> float:
+        """Note that an event loop has read all news, and return how long it took."""
+        now = time.monotonic()
+        began = self._reading.pop(events, now)
+        self._confirm()
+        return now - began
+
+    def _confirm(self) -> None:
+        """Ask other processes for more once all news are read."""
+        if not self._reading and isinstance(self._loop, RankProcesses):
+            self._loop.have_read()
 
 
 def _joined(arrived: deque[Output]) -> list[Output]:

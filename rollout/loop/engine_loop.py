@@ -14,7 +14,7 @@ from typing import Any, Literal
 from memsaver import StateError
 from memsaver.types import check_choice
 from rollout.engine.step_decisions import StepDecision
-from rollout.engine.stepping import SteppedEngine, joined
+from rollout.engine.stepping import Asleep, SteppedEngine, joined
 from rollout.loop.owner import OwnerThread, fail, settle, when_cancelled
 from rollout.requests import Completion, Output, SamplingParams, for_each
 
@@ -46,7 +46,7 @@ class _Request:
     prompt: Sequence[int]
     params: SamplingParams
     name: str
-    asleep: Literal["queue", "refuse"]
+    asleep: Asleep
     on_output: OnOutput | None = None
     future: Future[list[Completion]] = field(default_factory=Future)
     outputs: list[Output] = field(default_factory=list)
@@ -110,12 +110,17 @@ class EngineLoop(OwnerThread):
         self._held: list[list[_Request]] = []  # came since a pause
         super().__init__(engine, on_turn)
 
+    @property
+    def failed(self) -> bool:
+        """Return whether the engine answers no more requests, in this loop or another one."""
+        return self.ended or not self.engine.decisions.possible
+
     def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
         on_output: OnOutput | None = None,
-        asleep: Literal["queue", "refuse"] = "refuse",
+        asleep: Asleep = "refuse",
     ) -> Future[list[Completion]]:
         """Begin to answer a request, together with all others.
 

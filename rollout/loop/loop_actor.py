@@ -1,6 +1,7 @@
 """The process of one rank of an engine that a loop owns, called by method name."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -23,18 +24,30 @@ class LoopActor(ActorBase):
 
     Attributes:
         loop: Owns the engine; None: no engine, or one that is not stepped.
+        on_turn: As of `EngineLoop`.
+        reading: As of `EngineLoop`.
     """
 
     loop: EngineLoop | FollowingLoop | None = None
 
     def __init__(self) -> None:
         self._turn = threading.Lock()  # of an engine without a loop
+        self.on_turn: Callable[[], None] = lambda: None
+        self.reading: Callable[[], bool] = lambda: False
+
+    @property
+    def first_loop(self) -> EngineLoop:
+        """Return the loop of the first rank, which decides for all."""
+        assert isinstance(self.loop, EngineLoop)
+        return self.loop
 
     def own(self) -> None:
         """Let a loop own the held engine from now on."""
         if isinstance(self.held, SteppedEngine):
-            first = not self.held.decisions.following
-            self.loop = EngineLoop(self.held) if first else FollowingLoop(self.held)
+            if self.held.decisions.following:
+                self.loop = FollowingLoop(self.held)
+            else:
+                self.loop = EngineLoop(self.held, self.on_turn, self.reading)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, or read a property, and wait for the answer; see `begin`."""

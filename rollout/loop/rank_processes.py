@@ -1,22 +1,27 @@
 """The processes of an engine, one per rank, which another process starts and calls."""
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from memsaver import StateError
+from memsaver.types import check_choice
+from rollout.engine.stepping import Asleep
+from rollout.loop.engine_loop import OnOutput, PauseMode, name_of_all
 from rollout.loop.loop_actor import LoopActor
 from rollout.loop.owner import fail, settle, when_cancelled
 from rollout.process_group import RankAddress
-from rollout.requests import Completion, SamplingParams
+from rollout.requests import Completion, Output, SamplingParams
 
 _HOST = "127.0.0.1"  # all ranks run on one machine
 _SECONDS = 600.0
@@ -27,7 +32,13 @@ class RankProcesses:
     """An engine in processes that end with this one. Any thread may call it.
 
     Requests of `submit` are computed together, and the other calls run between two steps, in their
-    order.
+    order. It takes the place of an `EngineLoop`.
+
+    Attributes:
+        on_turn: Called in a thread of this object after outputs have come. The first tokens and the
+            ends of samples are told at once, all else when `have_read` has been called for what was
+            told before.
+        busy_seconds: Time of all steps, as far as the outputs have told.
     """
 
     def __init__(self, make: Callable[[int], LoopActor], size: int) -> None:
@@ -41,6 +52,8 @@ class RankProcesses:
             Exception: The error of a rank's start.
         """
         context = multiprocessing.get_context("spawn")
+        self.on_turn: Callable[[], None] = lambda: None
+        self.busy_seconds = 0.0
         self._ranks: list[_Rank] = []
         self._end: StateError | None = None
         self._lock = threading.Lock()  # of the line above
@@ -50,7 +63,7 @@ class RankProcesses:
             process = context.Process(target=_run, args=args, daemon=True, name=f"engine-{rank}")
             process.start()
             theirs.close()
-            self._ranks.append(_Rank(ours, process, self._ended))
+            self._ranks.append(_Rank(ours, process, self._ended, self._told))
         try:
             places: list[RankAddress | None] = [None]
             if size > 1:
@@ -62,18 +75,53 @@ class RankProcesses:
             self.close()
             raise
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> Future[list[Completion]]:
+    @property
+    def ended(self) -> bool:
+        """Return whether a process has ended, and with it all."""
+        return self._end is not None
+
+    failed = ended
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_output: OnOutput | None = None,
+        asleep: Asleep = "refuse",
+    ) -> Future[list[Completion]]:
         """Begin to answer a request; see `EngineLoop.submit`. A StateError says that a rank ended.
 
         To cancel the future ends the request, too.
         """
-        future = self._ranks[0].ask("submit", prompt, params)
+        future = self._ranks[0].submit(prompt, params, on_output, asleep)
         when_cancelled(future, self.abort)
         return future
 
     def abort(self, *futures: Future[list[Completion]]) -> None:
         """End requests of `submit` with their present answers."""
         self._ranks[0].abort({*futures})
+
+    def have_read(self) -> None:
+        """Say that all outputs that were told have been read."""
+        self._ranks[0].tell("have_read")
+
+    def pause_generation(self, mode: PauseMode = "keep") -> Future[None]:
+        """Run no steps until `resume_generation`; see `EngineLoop.pause_generation`."""
+        check_choice("mode", mode, PauseMode)
+        return self._ranks[0].ask("pause_generation", mode)
+
+    def resume_generation(self) -> Future[None]:
+        """Run steps again; see `EngineLoop.resume_generation`."""
+        return self._ranks[0].ask("resume_generation")
+
+    def begin_call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of the engine, or read a property, and return the first rank's answer.
+
+        All ranks make the calls that change what a step computes.
+        """
+        if name_of_all(name):
+            return self.start(name, *args, **kwargs)[0]
+        return self._ranks[0].ask(name, *args, **kwargs)
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> list[Future[Any]]:
         """Call a method of all ranks, and return the answers by rank.
@@ -94,6 +142,11 @@ class RankProcesses:
         for rank in self._ranks:
             rank.process.join()
 
+    def _told(self, busy_seconds: float) -> None:
+        """Note that outputs have come, with the time of the steps until then."""
+        self.busy_seconds = busy_seconds
+        self.on_turn()
+
     def _ended(self) -> StateError:
         """End the processes after one has ended, and return the error of all calls."""
         with self._lock:
@@ -110,29 +163,62 @@ class RankProcesses:
 class _Rank:
     """One process, and the calls that it has not answered."""
 
-    def __init__(self, channel: Connection, process: Any, ended: Callable[[], Exception]) -> None:
+    def __init__(
+        self,
+        channel: Connection,
+        process: Any,
+        ended: Callable[[], Exception],
+        told: Callable[[float], None],
+    ) -> None:
         self.process = process
-        self._channel, self._ended = channel, ended
+        self._channel, self._ended, self._told = channel, ended, told
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Any]] = {}
+        self._streams: dict[int, OnOutput] = {}  # of some of these
         self._lock = threading.Lock()  # of the calls and their order in the channel
         threading.Thread(target=self._receive, daemon=True, name="answers").start()
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._ask(method, args, kwargs, None)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_output: OnOutput | None,
+        asleep: Asleep,
+    ) -> Future[list[Completion]]:
+        args = ([*prompt], params, on_output is not None, asleep)
+        return self._ask("submit", args, {}, on_output)
+
+    def abort(self, futures: set[Future[Any]]) -> None:
+        with self._lock:
+            numbers = [number for number, future in self._asked.items() if future in futures]
+        self.tell("abort", *numbers)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Make a call that has no answer."""
+        with self._lock:
+            self._send(pickle.dumps((None, method, args, {})))
+
+    def _ask(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_output: OnOutput | None,
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
             message = pickle.dumps((number, method, args, kwargs))
             self._asked[number] = future
+            if on_output is not None:
+                self._streams[number] = on_output
             sent = self._send(message)
         if not sent:
             self._fail()
         return future
-
-    def abort(self, futures: set[Future[Any]]) -> None:
-        with self._lock:
-            numbers = [number for number, future in self._asked.items() if future in futures]
-            self._send(pickle.dumps((None, "abort", numbers, {})))  # has no answer
 
     def _send(self, message: bytes) -> bool:
         """Send a message, and return whether the process was there."""
@@ -149,7 +235,17 @@ class _Rank:
             except (EOFError, OSError):
                 self._fail()
                 return
+            if number is None:
+                self._deliver(*answer)
+                continue
+            self._streams.pop(number, None)
             settle(self._asked.pop(number), partial(_unpacked, good, answer))
+
+    def _deliver(self, news: Sequence[tuple[int, Output]], busy_seconds: float) -> None:
+        for number, output in news:
+            if (on_output := self._streams.get(number)) is not None:
+                on_output(output)
+        self._told(busy_seconds)
 
     def _fail(self) -> None:
         self.process.join(_EXIT_SECONDS)  # its end of the channel is closed
@@ -158,6 +254,47 @@ class _Rank:
             asked, self._asked = [*self._asked.values()], {}
         for future in asked:
             fail(future, error)
+
+
+class _Replies:
+    """What the process of a rank sends back: answers to calls, and outputs before them.
+
+    Outputs and answers keep their order, whatever thread they come from.
+    """
+
+    def __init__(self, channel: Connection, actor: LoopActor) -> None:
+        self._channel, self._actor = channel, actor
+        self._lock = threading.Lock()  # of the channel and the news
+        self._news: list[tuple[int, Output]] = []
+        self.unread = False  # whether news were sent since `have_read`
+        self.asked: dict[int, Future[Any]] = {}  # requests
+
+    def add(self, number: int, output: Output) -> None:
+        with self._lock:
+            self._news.append((number, output))
+
+    def flush(self) -> None:
+        """Send the outputs of a step."""
+        with self._lock:
+            self._send_news()
+
+    def answer(self, number: int, future: Future[Any]) -> None:
+        self.asked.pop(number, None)
+        message = pickle.dumps((number, *_packed(future)))
+        with self._lock:
+            self._send_news()
+            self._send(message)
+
+    def _send_news(self) -> None:
+        news, self._news = self._news, []
+        if news:
+            self.unread = True
+            loop: Any = self._actor.loop
+            self._send(pickle.dumps((None, True, (news, loop.busy_seconds))))
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # raised if the other process has ended
+            self._channel.send_bytes(message)
 
 
 def _packed(future: Future[Any]) -> tuple[bool, bytes]:
@@ -177,24 +314,44 @@ def _unpacked(good: bool, answer: bytes) -> Any:
 
 def _run(channel: Connection, make: Callable[[int], LoopActor], rank: int) -> None:
     """Make the actor of a rank, and answer calls until the other process ends."""
-    actor, asked, sending = make(rank), dict[int, Future[Any]](), threading.Lock()
-
-    def answer(number: int, future: Future[Any]) -> None:
-        asked.pop(number, None)
-        message = pickle.dumps((number, *_packed(future)))
-        with sending, contextlib.suppress(OSError):  # raised if the other process has ended
-            channel.send_bytes(message)
-
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's to handle
+    actor = make(rank)
+    replies = _Replies(channel, actor)
+    actor.on_turn, actor.reading = replies.flush, lambda: replies.unread
     while True:
         try:
             number, method, args, kwargs = pickle.loads(channel.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # without waiting for the threads of CUDA and of the other ranks
-        loop: Any = actor.loop
-        if method == "abort":
-            loop.abort(*[asked[known] for known in args if known in asked])
-        elif method == "submit":
-            asked[number] = loop.submit(*args, **kwargs)
-            asked[number].add_done_callback(partial(answer, number))
+        if method == "have_read":
+            replies.unread = False
+        elif method == "abort":
+            actor.first_loop.abort(
+                *[replies.asked[known] for known in args if known in replies.asked]
+            )
         else:
-            actor.begin(method, *args, **kwargs).add_done_callback(partial(answer, number))
+            future = _begin(actor, replies, number, method, args, kwargs)
+            future.add_done_callback(partial(replies.answer, number))
+
+
+def _begin(
+    actor: LoopActor,
+    replies: _Replies,
+    number: int,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Future[Any]:
+    """Begin a call, and return its answer."""
+    if method == "submit":
+        prompt, params, stream, asleep = args
+        told = partial(replies.add, number) if stream else None
+        replies.asked[number] = actor.first_loop.submit(prompt, params, told, asleep)
+        return replies.asked[number]
+    if method in ("pause_generation", "resume_generation"):
+        future: Future[Any] = getattr(actor.first_loop, method)(*args)
+        return future
+    future = actor.begin(method, *args, **kwargs)
+    if method == "build":
+        gc.freeze()  # a pass over all that was imported takes longer than a step
+    return future

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from functools import partial
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from memsaver import StateError
-from rollout import Engine
+from rollout import AsyncEngine, Completion, Engine, Output, SamplingParams, TokenStream
 from rollout.loop.loop_actor import LoopActor
 from rollout.loop.rank_processes import RankProcesses
 from rollout.process_group import RankAddress
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import server
 from tests.helpers.rollout.loops import LONG, SHORT
+
+ANSWER = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 
 
 class Rank(LoopActor):
@@ -67,8 +70,63 @@ def test_ranks_answer_together_and_end_together(tmp_path: Path) -> None:
         ranks.close()
 
 
-def test_error_of_a_rank_at_its_start_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes without their imports."""
     context = "rollout.loop.rank_processes.multiprocessing.get_context"
-    monkeypatch.setattr(context, lambda _: server)  # starts a process without its imports
+    monkeypatch.setattr(context, lambda _: server)
+
+
+def test_streams_of_processes_tell_whole_answers(tmp_path: Path, forked: None) -> None:
+    """A fast, a slow and a lost reader, pauses, a call, and the death of a process."""
+    save_tiny(tmp_path, "qwen2", num_attention_heads=4, num_key_value_heads=2)
+    ranks = RankProcesses(partial(Rank, str(tmp_path)), 2)
+    expected = ranks.submit([5, 6], ANSWER).result(60)
+
+    async def slow(stream: TokenStream) -> list[Output]:
+        pieces = []
+        async for output in stream:
+            pieces.append(output)
+            await asyncio.sleep(0.03)
+        return pieces
+
+    async def use() -> None:
+        shared = AsyncEngine(ranks, max_waiting=8)
+        quick = [output async for output in shared.submit([5, 6], ANSWER)]
+        assert len(quick) > 2 and Completion.joined(quick) == expected[0]
+        pieces = await slow(shared.submit([5, 6], ANSWER))
+        assert 2 < len(pieces) < len(quick) and Completion.joined(pieces) == expected[0]
+        stream = shared.submit([5, 6], ANSWER)
+        await anext(stream)
+        await shared.pause_generation("keep")
+        await shared.call("sleep", unfinished="recompute")
+        assert (await shared.call("report")).committed_bytes == 0
+        await shared.call("wake_up")
+        await shared.resume_generation()
+        assert (await stream.result())[0].token_ids == expected[0].token_ids
+        reader = asyncio.create_task(slow(shared.submit([5, 6], ANSWER)))
+        await asyncio.sleep(0.1)
+        reader.cancel()
+        assert len((await shared.generate([5, 6], SHORT))[0].token_ids) == 4
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await anext(shared.submit([], SHORT))
+        with pytest.raises(ValueError, match="mode"):
+            await shared.pause_generation("no mode")  # type: ignore[arg-type]
+        stream = shared.submit([5, 6], ANSWER)
+        await anext(stream)
+        os.kill(ranks.call("pid")[0], signal.SIGKILL)
+        with pytest.raises(StateError, match="a process of the engine has ended"):
+            async for _ in stream:
+                pass
+        assert shared.ended
+        await shared.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(use(), 60))
+    finally:
+        ranks.close()
+
+
+def test_error_of_a_rank_at_its_start_is_raised_here(forked: None) -> None:
     with pytest.raises(OSError, match="no model for rank 0"):
         RankProcesses(partial(Rank, ""), 1)
