@@ -18,6 +18,8 @@ Progress = Callable[[int, int, int], None]
 A beam search counts when it has ended.
 """
 FinishReason = Literal["stop", "length", "abort", "error"]
+TokenScores = list[tuple[int, float]]
+"""Tokens with their log-probabilities."""
 COLDEST = 1e-6
 """Lowest temperature above 0. Below it, logits / temperature could overflow fp32.
 
@@ -61,6 +63,8 @@ class SamplingParams:
         logit_bias: Added to the logits of tokens, {token id: bias}; kept as pairs.
         allowed_token_ids: Only these tokens are chosen; None: all.
         bad_words: Sequences of token ids that no answer contains.
+        top_logprobs: Number of likeliest tokens to tell at each place of an answer, with their
+            log-probabilities.
         adapter: Name of the adapter that answers, in its present version; None: the base alone.
         priority: Requests of lower numbers leave the queue first, equal ones in their order.
     """
@@ -85,6 +89,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: int = 0
     adapter: str | None = None
     priority: int = 0
 
@@ -99,7 +104,9 @@ class SamplingParams:
         check_option(self, "adapter", named, "must be the name of an adapter, or None")
         check_option(self, "priority", _is_number(self.priority, Integral), "must be an integer")
         check_counts(self, "max_tokens", "n", "beam_width")
-        check_counts(self, "top_k", *([] if self.seed is None else ["seed"]), least=0)
+        check_counts(
+            self, "top_k", "top_logprobs", *([] if self.seed is None else ["seed"]), least=0
+        )
         for name in ("temperature", "top_p", "length_penalty"):
             check_option(self, name, _is_number(getattr(self, name), Real), "must be a number")
         warm = self.temperature == 0 or COLDEST <= self.temperature < math.inf
@@ -176,10 +183,11 @@ class SamplingParams:
         rule = f"answers of a beam search of {self.beam_width}; raise beam_width or lower n"
         check_option(self, "n", self.n <= self.beam_width, rule)
         plain = self.temperature in (0, 1) and not self.top_k and self.top_p == 1
-        plain = plain and not self.forced and not self.min_p and not self.adjusted
+        plain = plain and not (self.forced or self.min_p or self.adjusted or self.top_logprobs)
         rule = (
             "ranks by the model's own log-probabilities and samples nothing; leave temperature at "
-            "0 or 1, top_k at 0, top_p at 1, forced empty, and out what adjusts logits"
+            "0 or 1, top_k and top_logprobs at 0, top_p at 1, forced empty, and out what adjusts "
+            "logits"
         )
         check_option(self, "beam_width", plain, rule)
 
@@ -195,6 +203,8 @@ class Completion:
         finish_reason: "stop" after an end token, "length" after `max_tokens`, "abort", or "error".
         weight_versions: The version of the weights, or of the adapter, that generated each token.
         score: The rank value of a beam search's answer; None without beam search.
+        top_logprobs: With `SamplingParams.top_logprobs`, the likeliest tokens at each place, best
+            first, and their log-probabilities, which are those of `logprobs`.
         routed_experts: With `EngineConfig.return_routed_experts` and without beam search, uint8 or
             int16 [K, layers with experts, top_k]: the experts of the last K tokens before the final
             one. Prompt tokens from the prefix cache or from another engine are not included.
@@ -205,6 +215,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: list[int]
     score: float | None = None
+    top_logprobs: list[TokenScores] = field(default_factory=list)
     routed_experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -228,6 +239,7 @@ class Completion:
             finish_reason=whole.finish_reason,
             weight_versions=whole.weight_versions,
             score=whole.score,
+            top_logprobs=[*whole.top_logprobs],
             routed_experts=whole.routed_experts,
         )
 
@@ -247,6 +259,7 @@ class Output(NamedTuple):
         finish_reason: None until the sample's last output.
         error: Why the request ended with "error"; None otherwise.
         score: See `Completion`.
+        top_logprobs: See `Completion`; of the tokens of this output.
         routed_experts: In the last output, those of the whole sample; see `Completion`.
     """
 
@@ -258,6 +271,7 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None
     error: Exception | None = None
     score: float | None = None
+    top_logprobs: Sequence[TokenScores] = ()
     routed_experts: NDArray[Any] | None = None
 
     @classmethod
@@ -274,6 +288,7 @@ class Output(NamedTuple):
             token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
             logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
             weight_versions=list(chain.from_iterable(o.weight_versions for o in outputs)),
+            top_logprobs=list(chain.from_iterable(output.top_logprobs for output in outputs)),
         )
 
 

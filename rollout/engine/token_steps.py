@@ -9,6 +9,7 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.allocators import Int64Array
@@ -24,6 +25,13 @@ from rollout.weights.store import WeightStore
 _log = logging.getLogger("rollout")
 
 
+class Told(NamedTuple):
+    """The likeliest tokens at some places of a step, on their way from the device."""
+
+    places: Int64Array  # in the rows of the step
+    sent: Sent  # [places, most]
+
+
 class Launched(NamedTuple):
     """A step whose results may still be under way from the device.
 
@@ -35,6 +43,7 @@ class Launched(NamedTuple):
     rows: Int64Array  # of the samples that receive a token; those that decode are the first
     generations: Int64Array  # of these rows then
     sent: Sent | None  # their tokens and log-probabilities; None without rows
+    likeliest: Told | None
     version: int  # of the weights
     branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
     logits: Tensor | None  # of a step with branches
@@ -186,12 +195,20 @@ class TokenSteps:
             rows=rows,
             generations=self._rows.generation[rows],
             sent=self._runner.sample(logits, at, rows) if len(rows) else None,
+            likeliest=self._likeliest(logits, at, rows),
             version=self._store.last_version,
             branches=branches,
             logits=logits if branches else None,
             decoded=at[at < len(step.rows)],
             routing=routing,
         )
+
+    def _likeliest(self, logits: Tensor, at: Int64Array, rows: Int64Array) -> Told | None:
+        """Start to find the likeliest tokens of the rows that tell them."""
+        places = np.flatnonzero(self._rows.top[rows])
+        if not len(places):
+            return None
+        return Told(places, self._runner.likeliest(logits, at[places], rows[places]))
 
     def _begin_answers(self, step: Step, prompts: PromptSource) -> list[tuple[int, int]]:
         """Fork the samples whose prompts are computed now; return (row of the logits, row)."""
@@ -219,9 +236,18 @@ class TokenSteps:
                 for row, place in compress(decoded, known):
                     sample, experts = self._rows.sample(row), launched.routing.experts
                     sample.routing.add(sample.seen - 1, experts[place : place + 1])
+            if launched.likeliest is not None:
+                self._add_likeliest(launched.likeliest, launched.rows, known)
             self._scheduler.receive(
                 launched.rows[known], tokens[known], logprobs[known], launched.version
             )
+
+    def _add_likeliest(self, told: Told, rows: Int64Array, known: NDArray[np.bool_]) -> None:
+        for place, *found in zip(told.places, *told.sent.arrays(), strict=True):
+            if known[place]:
+                sample = self._rows.sample(rows[place])
+                best = list(zip(*(part.tolist() for part in found), strict=True))
+                sample.top.append(best[: sample.params.top_logprobs])
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]], version: int) -> None:
         """Advance every beam search by one token. All branches of a search are in the same step."""

@@ -305,7 +305,7 @@ class HostedRollout(EngineBase):
 
 _NATIVE = (
     "beam_width", "forced", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "top_logprobs",
 )  # fmt: skip
 
 

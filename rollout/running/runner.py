@@ -290,6 +290,17 @@ class ModelRunner:
         self._rows.launched(rows)
         return to_host(tokens, logprobs)
 
+    @torch.inference_mode()
+    def likeliest(self, logits: Tensor, at: Int64Array, rows: Int64Array) -> Sent:
+        """Start to find the likeliest tokens at each place, as many as any of `rows` tells.
+
+        Their log-probabilities are at the row's temperature, as those of the tokens of `sample`.
+        """
+        heat, _ = divisors(self._rows.temperatures(rows))
+        scaled = self._chosen(logits, at) / torch.from_numpy(heat[:, None]).to(self.device)
+        count = min(int(self._rows.top[rows].max()), self.config.choices)
+        return to_host(*likeliest(scaled, count, self.config.choices))
+
     def wait(self) -> None:
         """Wait until all that was launched has been computed, and experts have arrived."""
         if self.device.type == "cuda":

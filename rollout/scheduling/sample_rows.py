@@ -30,6 +30,7 @@ class SampleRows:
         searching: Whether the sample is a branch of a beam search.
         looking_back: Whether the choice of a token depends on the tokens before.
         slot: Slot of the sample's adapter; 0: none.
+        top: Number of likeliest tokens to tell.
     """
 
     def __init__(self, count: int) -> None:
@@ -37,7 +38,7 @@ class SampleRows:
         self.generation = np.full(count, -1)
         self.start, self.seen, self.length, self.limit = np.zeros((4, count), np.int64)
         self.on_device, self.searching, self.looking_back = np.zeros((3, count), np.bool_)
-        self.slot = np.zeros(count, np.int64)
+        self.slot, self.top = np.zeros((2, count), np.int64)
         self._own_version = np.zeros(count, np.int64)  # of the adapter
         self._streamed = np.zeros(count, np.bool_)
         # Parameters of sampling. `_forced` is the number of forced tokens.
@@ -66,6 +67,7 @@ class SampleRows:
         self._top_p[row], self._seed[row] = params.top_p, sample.seed
         self._index[row], self._forced[row] = sample.index, len(params.forced)
         self._min_p[row], self._adjusted[row] = params.min_p, params.adjusted
+        self.top[row] = params.top_logprobs
         self.looking_back[row] = params.penalized or bool(params.bad_words)
         self._count_ends(sample, 1)
         sample.rows = self
@@ -131,6 +133,10 @@ class SampleRows:
     def streamed(self, rows: Int64Array) -> list[Sample]:
         """Return the samples of `rows` whose tokens are told before their ends."""
         return [self.sample(row) for row in rows[self._streamed[rows]].tolist()]
+
+    def temperatures(self, rows: Int64Array) -> NDArray[np.float64]:
+        """Return the temperatures of `rows`; 0 is greedy."""
+        return self._temperature[rows]
 
     def sampling(self, rows: Int64Array) -> dict[str, NDArray[Any]]:
         """Return the arguments of `SamplingBatch.build` for the next tokens of `rows`."""

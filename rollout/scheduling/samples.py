@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcache import ReqHandle
 from kvcache.allocators import Int64Array
 from kvcache.tiers import HostTransfer
-from rollout.requests import FinishReason, Output, SamplingParams
+from rollout.requests import FinishReason, Output, SamplingParams, TokenScores
 from rollout.scheduling.beam import BeamSearch
 from rollout.scheduling.prefix import Swapped
 from rollout.weights.adapters import ServedAdapter
@@ -90,6 +90,7 @@ class Sample:
     swapped: Swapped | None = None  # keys and values on the host, while the sample waits for pages
     remote: bool = False  # whether another engine computes the prompt (`rollout.split`)
     routing: SampleRouting = field(default_factory=SampleRouting)
+    top: list[TokenScores] = field(default_factory=list)  # at each place, if it is told
     _output: list[int] = field(default_factory=list, init=False)
     _logprobs: list[float] = field(default_factory=list, init=False)
     _versions: list[int] = field(default_factory=list, init=False)
@@ -192,6 +193,7 @@ class Sample:
             self.finish_reason,
             error,
             self.score,
+            self.top[first : self.told],
             self.routing.joined() if whole else None,
         )
 

@@ -113,9 +113,38 @@ def test_min_p_leaves_out_tokens_below_a_share_of_the_likeliest(path: Path) -> N
         assert (below == 0) == (least == share)
 
 
+@pytest.mark.parametrize("kv_tokens", [1024, 128])
+def test_likeliest_tokens_are_those_of_the_model(kv_tokens: int, path: Path, device: str) -> None:
+    """Beside requests that tell none or others, as whole answers and in pieces."""
+    engine = Engine.from_pretrained(path, device, kv_tokens=kv_tokens, page_size=4)
+    engine.steps.depth = 1
+    heats, counts = (0.7, 0.0, 1.3, 1.0), (3, 1, 0, 500)
+    params = [
+        SamplingParams(
+            max_tokens=LENGTH, temperature=heat, n=2, seed=4, top_logprobs=count, top_p=0.9
+        )
+        for heat, count in zip(heats, counts, strict=True)
+    ]
+    whole = engine.generate(PROMPTS[:4], params)
+    assert (engine.scheduler.preemptions > 0) == (kv_tokens < 1024)
+    assert engine.generate(PROMPTS[:4], params, on_progress=lambda *_: None) == whole
+    for prompt, heat, count, samples in zip(PROMPTS, heats, counts, whole, strict=False):
+        for sample in samples:
+            ids = torch.tensor([prompt + sample.token_ids])
+            with torch.no_grad():
+                logits = tiny(0)(ids).logits[0, len(prompt) - 1 : -1]
+            best = torch.log_softmax(logits.float() / (heat or 1.0), -1).topk(min(count, 199))
+            told = [[token for token, _ in scores] for scores in sample.top_logprobs]
+            values = [value for scores in sample.top_logprobs for _, value in scores]
+            assert told == best.indices.tolist() if count else sample.top_logprobs == []
+            assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
+        ({"top_logprobs": -1}, "top_logprobs=-1 must be"),
+        ({"beam_width": 2, "temperature": 0, "top_logprobs": 2}, "beam_width=2 ranks by"),
         ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),
         ({"min_tokens": 20}, "min_tokens=20 is more than max_tokens=16"),
         ({"presence_penalty": float("nan")}, "presence_penalty=nan must be a finite number"),
