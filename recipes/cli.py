@@ -136,6 +136,17 @@ def _trace_mismatch(arguments: Namespace) -> int:
     return show_trace(arguments.run, arguments.device)
 
 
+def _serve(arguments: Namespace) -> None:
+    """Serve a model by OpenAI's API, until Ctrl-C."""
+    from recipes.serve_model import Service, serve_model
+
+    model, overrides = recipe_and_overrides(arguments)
+    if model is None:
+        raise RecipeError("serve: names no model; try: memsaver serve smollm2-135m")
+    given = {name: value for name, value in vars(arguments).items() if name in SERVICE}
+    serve_model(Service(model=model, overrides=overrides, **given))
+
+
 def _doctor(arguments: Namespace) -> int:
     """Check this machine; the exit status is 1 if a check fails."""
     from memsaver.doctor import report
@@ -143,6 +154,11 @@ def _doctor(arguments: Namespace) -> int:
     return report(arguments.device)
 
 
+SERVICE = (
+    "name", "host", "port", "device", "adapters", "max_waiting", "api_keys", "admin_keys", "paused",
+    "tool_format",
+)  # fmt: skip
+"""Options of `serve` that are fields of `recipes.serve_model.Service`."""
 DESCRIPTION = """\
 RL post-training of language models; trainer and rollout engine share memory."""
 EPILOG = """\
@@ -158,6 +174,7 @@ examples:
   memsaver evaluate runs/NAME              figures on held-out problems
   memsaver samples runs/NAME               print some of the newest answers
   memsaver report runs/NAME                write one page about the run
+  memsaver serve my-model                  answer requests of OpenAI's API
 
 A run leaves a folder with recipe.yaml, metrics.jsonl, samples.jsonl, trace.json
 (open in ui.perfetto.dev), reward.png, memory.png, checkpoints/ and exports/.
@@ -172,6 +189,16 @@ class _PrintVersion(argparse.Action):
 
         print(f"memsaver {memsaver.__version__}")
         parser.exit()
+
+
+class _AdapterOption(argparse.Action):
+    """Option NAME=DIR, collected as a mapping."""
+
+    def __call__(self, parser: Any, namespace: Namespace, value: Any, option: Any = None) -> None:
+        name, equals, folder = value.partition("=")
+        if not equals or not name or not folder:
+            parser.error(f"argument {option}: {value}: must be NAME=DIR")
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: folder})
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -211,6 +238,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_recipe_commands(command)
     _add_run_commands(command)
+    _add_serve_command(command)
     add = command(_doctor, "check this machine").add_argument
     add("--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)")
     return parser
@@ -240,6 +268,29 @@ def _add_recipe_commands(command: Callable[..., argparse.ArgumentParser]) -> Non
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
+
+
+def _add_serve_command(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command that serves a model; `command` adds it."""
+    subject = "MODEL: model (a folder, a fetched one or ORG/NAME)"
+    add = command(_serve, "serve a model over HTTP", subject).add_argument
+    add("--name", metavar="NAME", help="name for clients (default: MODEL)")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (127.0.0.1)")
+    add("--port", type=at_least(0), default=8000, metavar="N", help="(8000; 0: a free one)")
+    add("--device", choices=("cpu", "cuda"), help="(default: the first GPUs, if there are any)")
+    adapter: dict[str, Any] = {"action": _AdapterOption, "dest": "adapters", "default": {}}
+    add("--adapter", metavar="NAME=DIR", help="serve adapters of PEFT, too; repeatable", **adapter)
+    most = "requests that wait for a first token; more get status 429 (1024)"
+    add("--max-waiting", type=at_least(1), default=1024, metavar="N", help=most)
+    keys = {"type": Path, "metavar": "FILE"}
+    lines = "keys, one in a line, of which a request must have one"
+    add("--api-key-file", dest="api_keys", help=lines, **keys)  # type: ignore[arg-type]
+    lines = "the same for /pause and /resume, which are off without it"
+    add("--admin-key-file", dest="admin_keys", help=lines, **keys)  # type: ignore[arg-type]
+    wait = "requests during a pause: wait (default), or refuse with status 503"
+    add("--when-paused", dest="paused", choices=("wait", "refuse"), default="wait", help=wait)
+    form = "form of tool calls: qwen3, qwen3.5, glm, deepseek-v3 (default: the chat template's)"
+    add("--tool-format", metavar="NAME", help=form)
 
 
 def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

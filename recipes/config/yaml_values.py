@@ -3,8 +3,9 @@ r"""Values of a recipe's YAML file and of `key=value` overrides.
 `${` in a text is written as `\${`: in recipes of before, it began a reference to another key.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,20 +56,35 @@ def read_values(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         RecipeError: The file or an override is not YAML, or has a reference; names the place.
     """
-    place = file.name
-    try:
+    with _yaml(file.name):
         values = _parsed(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("must be a mapping of keys to values")
-        for override in overrides:
-            place = f"command line: {shown(override)}"
+    return with_overrides(values, overrides)
+
+
+def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return values with `key=value` overrides applied in order.
+
+    Raises:
+        RecipeError: An override is not YAML, or has a reference; names it.
+    """
+    for override in overrides:
+        with _yaml(f"command line: {shown(override)}"):
             key, equals, value = override.partition("=")
             if not equals or not all(key.split(".")):
                 raise ValueError("must be key=value, for example steps=3")
             values = _with_override(values, key, _parsed(value))
+    return values
+
+
+@contextlib.contextmanager
+def _yaml(place: str) -> Iterator[None]:
+    """Turn what is wrong with YAML inside the block into a `RecipeError` that names the place."""
+    try:
+        yield
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{place}: {one_line(error)}; write YAML") from None
-    return values
 
 
 def _parsed(text: str) -> Any:

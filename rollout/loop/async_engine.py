@@ -7,7 +7,7 @@ import contextlib
 import gc
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
@@ -186,12 +186,18 @@ class AsyncEngine:
     async def __aexit__(self, *error: object) -> None:
         await self.close(abort=error[0] is not None)
 
-    def submit(self, token_ids: Sequence[int], params: SamplingParams = _PLAIN) -> TokenStream:
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams = _PLAIN,
+        session: Hashable | None = None,
+    ) -> TokenStream:
         """Begin to answer a request. It waits while the engine sleeps, or generation is paused.
 
         Args:
             token_ids: The prompt.
             params: Sampling parameters.
+            session: As of `AsyncReplicas`; one engine has all sessions.
 
         Returns:
             The answer. A ValueError of its readers says that the prompt is invalid.

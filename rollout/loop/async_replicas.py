@@ -26,6 +26,11 @@ class AsyncReplicas:
         self.replicas = [*replicas]
         self._router = Router()
 
+    @property
+    def ended(self) -> bool:
+        """Return whether no engine answers requests."""
+        return all(replica.ended for replica in self.replicas)
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -42,7 +42,7 @@ class RankProcesses:
     """
 
     def __init__(self, make: Callable[[int], LoopActor], size: int) -> None:
-        """Start a process per rank, and call `build(places)` of its actor.
+        """Start a process per rank, and call `build` of its actor with its place among them.
 
         Args:
             make: Makes the actor of a rank, in its process; pickled.
@@ -70,7 +70,9 @@ class RankProcesses:
                 host, port = self._ranks[0].ask("meet", host=_HOST).result()
                 fixed = {"host": host, "port": port, "size": size, "seconds": _SECONDS}
                 places = [RankAddress(rank=rank, **fixed) for rank in range(size)]
-            self.call("build", places)
+            pairs = zip(self._ranks, places, strict=True)
+            for future in [rank.ask("build", place) for rank, place in pairs]:
+                future.result()
         except BaseException:
             self.close()
             raise

@@ -1,6 +1,6 @@
 """Decoder models: checkpoint configuration, parameters of each rank, layers."""
 
-from rollout.model.adapter_params import adaptable
+from rollout.model.adapter_params import AdapterFolder, adaptable
 from rollout.model.decoder import (
     ExpertsConfig,
     GatedConfig,
@@ -27,6 +27,7 @@ from rollout.ops.routing import Routing
 from rollout.weights.params import Stored, spellings
 
 __all__ = [
+    "AdapterFolder",
     "ExpertsConfig",
     "GatedConfig",
     "ModelConfig",

@@ -31,6 +31,16 @@ def _model(folder: Path) -> Iterator[Names]:
     yield {"path": write_model(folder / "model"), "prompts": [[1, 2, 3], [4, 5]]}
 
 
+def _served(folder: Path) -> Iterator[Names]:
+    """Provide the path of a tiny model, and the URL where it is served."""
+    from tests.helpers.recipes.models import save_byte_model
+    from tests.helpers.rollout.serving import serving
+
+    path = save_byte_model(folder)
+    with serving(path, model="mine", keys=()) as served:
+        yield {"path": path, "url": f"{served.url}/v1"}
+
+
 def _adapters(folder: Path) -> Iterator[Names]:
     """Provide what `_model` does, and two adapters of the model."""
     from transformers import AutoModelForCausalLM
@@ -99,6 +109,7 @@ PRELUDES: dict[str, Prelude] = {
     "docs/how-to/async-engine.md": _model,
     "docs/how-to/decoding.md": _model,
     "docs/how-to/own-loop.md": _model,
+    "docs/how-to/serve.md": _served,
     "docs/how-to/other-trainers.md": _other_trainers,
     "docs/how-to/own-model.md": _model,
     "docs/how-to/two-engines.md": _model,

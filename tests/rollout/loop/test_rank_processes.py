@@ -30,12 +30,12 @@ class Rank(LoopActor):
         super().__init__()
         self._path, self._rank = path, rank
 
-    def build(self, places: list[RankAddress | None]) -> None:
+    def build(self, address: RankAddress | None) -> None:
         if not self._path:
             raise OSError(f"no model for rank {self._rank}")
         torch.set_num_threads(1)
-        group = self._join(places[self._rank], "cpu")
-        sizes = {"kv_tokens": 1024, "tensor_parallel_size": len(places)}
+        group = self._join(address, "cpu")
+        sizes = {"kv_tokens": 1024, "tensor_parallel_size": address.size if address else 1}
         self.held = Engine.from_pretrained(self._path, group=group, **sizes)
         self.own()
 

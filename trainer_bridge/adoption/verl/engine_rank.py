@@ -56,12 +56,12 @@ class EngineRank(LoopActor, UpdateSide):
         super().__init__()
         self._settings, self._rank = settings, rank
 
-    def build(self, places: Sequence[RankAddress | None]) -> None:
+    def build(self, address: RankAddress | None) -> None:
         """Build the engine, with all ranks."""
         given = self._settings
         gpu = given.device == "cuda"
         device = torch.device(f"cuda:{self._rank}" if gpu else given.device)
-        group = self._join(places[self._rank], str(device))
+        group = self._join(address, str(device))
         dtype: torch.dtype = getattr(torch, given.dtype)
         options = dict(given.engine)
         if gpu and options.get("kv_tokens") is None:
