@@ -45,7 +45,9 @@ def open_pair(
     places |= {"colocate": cluster.colocate, "ports": cluster.port_range}
     places |= {"object_store_bytes": int(cluster.object_store_gib * 2**30)}
     places |= {"timeout": cluster.call_timeout, "alias": alias, "stage": stage}
-    restarts = 0 if setup.recipe.engine.hosted else cluster.max_engine_restarts
+    # A replaced engine would get weights that are newer than those of the step's other answers.
+    ends = setup.recipe.engine.hosted or setup.recipe.loop.max_staleness
+    restarts = 0 if ends else cluster.max_engine_restarts
     places |= {"max_engine_restarts": restarts, "on_replaced": on_replaced}
     return open_ray(config, arguments, **places)
 
@@ -63,6 +65,7 @@ def cycle_arguments(setup: Setup) -> dict[str, Any]:
         "hand_over": decisions.hand_over,
         "critic": recipe.algorithm == "ppo",
         "reference": "reference" not in recipe.absent_tags(),
+        "in_flight": "keep" if recipe.loop.max_staleness else "refuse",
     }
 
 

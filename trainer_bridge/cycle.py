@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from memsaver.errors import StateError
 from memsaver.system.clock import steady_time
+from rollout.engine import InFlight
 from rollout.protocols import Rollout
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
@@ -60,7 +61,7 @@ class TrainerProtocol(Protocol):
 
     def reload(self, *tags: str, wait: Wait = True) -> None: ...
 
-    def sync_weights(self, version: int) -> SyncReceipt: ...
+    def sync_weights(self, version: int, **how: Any) -> SyncReceipt: ...
 
     def alias_weights(self, version: int) -> SyncReceipt: ...
 
@@ -117,10 +118,13 @@ class Cycle:
             each other (`hand_over_to`), as `open_inprocess` and `open_ray` do.
         critic: Whether the trainer has a critic.
         reference: Whether the trainer has a reference.
+        in_flight: What new weights mean for running requests, see `Trainer.sync_weights`. Other
+            than with "refuse", requests may outlast the state "rollout", and all tags of the
+            rollout must be resident.
 
     Raises:
         ValueError: `resident` or `overlap` names an unknown tag, or `resident` names `weights`
-            together with `alias`.
+            together with `alias`, or not all tags of the rollout where requests go on.
 
     Attributes:
         state: "train", "rollout", "score" or "failed".
@@ -139,6 +143,7 @@ class Cycle:
         hand_over: bool = False,
         critic: bool = False,
         reference: bool = False,
+        in_flight: InFlight = "refuse",
     ) -> None:
         stays = set(resident)
         if unknown := sorted(stays.difference(RESIDENT_TAGS)):
@@ -148,6 +153,8 @@ class Cycle:
         if unknown := sorted({*overlap}.difference(TRAINED)):
             raise ValueError(f"overlap names {unknown}, but only {', '.join(TRAINED)} can overlap")
         absent = {*(() if critic else (CRITIC, CRITIC_OPTIM)), *(() if reference else (REFERENCE,))}
+        if in_flight != "refuse" and not stays.issuperset(TAGS):
+            raise ValueError(f"in_flight={in_flight!r} needs a rollout that never sleeps: {TAGS}")
         self.state = "train"
         self._alias = alias
         self._tags = [tag for tag in TRAINER_TAGS if tag not in absent]
@@ -163,6 +170,8 @@ class Cycle:
         self._rollout = rollout
         self._on_stage = on_stage
         self._sleep_level = sleep_level
+        # Passed only if it is needed, so that custom trainers need not accept it.
+        self._how: dict[str, Any] = {} if in_flight == "refuse" else {"in_flight": in_flight}
         self._failure: CycleError | None = None
         if sleep_level == 1 and WEIGHTS in self._waking:
             rollout.prepare_sleep()
@@ -191,7 +200,7 @@ class Cycle:
                 self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
             write = self._trainer.alias_weights if self._alias else self._trainer.sync_weights
-            committed = write(version)
+            committed = write(version, **self._how)
         # The parameters had to stay until all engines committed them.
         rest = [tag for tag in self._waking if tag != WEIGHTS]
         self._offload_all_but(self._behind, into=next(iter(rest), None))
@@ -287,7 +296,7 @@ class Cycle:
     def _take(self, verb: str, tags: Sequence[str]) -> None:
         """Move memory until the trainer has exactly `tags` and its resident tags."""
         before, after = self.state, self._enter(verb)
-        if before == "rollout":
+        if before == "rollout" and not self._how:
             with self._stage("sleep"):
                 into = self._into(next((tag for tag in tags if tag not in self._held), None))
                 self._rollout.sleep(self._sleep_level, tags=self._sleeping, **into)

@@ -177,6 +177,8 @@ class Recipe:
             return f"engine.kv_cache_dtype={self.engine.kv_cache_dtype}"
         if self.lora.rank and not self.served_adapter and self.model.dtype != "float32":
             return f"adapters merged into {self.model.dtype}"
+        if self.loop.max_staleness:
+            return f"loop.max_staleness={self.loop.max_staleness}"
         return f"engine.kind={self.engine.kind}" if self.engine.hosted else ""
 
     def loop_now(self) -> "Recipe":

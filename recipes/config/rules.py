@@ -73,6 +73,7 @@ def _faults(recipe: Recipe) -> Faults:
     yield from _of_sampling(recipe)
     yield from _of_devices(recipe)
     yield from _of_cycle(recipe)
+    yield from _of_staleness(recipe) if recipe.loop.max_staleness else ()
     if recipe.engine.kind in HOSTED:
         yield from _of_hosted(recipe, HOSTED[recipe.engine.kind])
 
@@ -145,6 +146,9 @@ def _of_exact(recipe: Recipe) -> Faults:
         yield "engine.kv_cache_dtype", rounds
     if recipe.lora.rank and not recipe.served_adapter:
         yield "lora.rank", f"{rounds}: the engine serves merged adapters"
+    if recipe.loop.max_staleness:
+        rule = f"samples by older weights, and exact={shown(recipe.exact)} compares bits"
+        yield "loop.max_staleness", rule
     if recipe.correction_mode != "none":
         yield "correction.mode", f"has nothing to correct with exact={shown(recipe.exact)}"
     if recipe.updates_per_step > 1:
@@ -287,6 +291,18 @@ def _of_devices(recipe: Recipe) -> Faults:
         if count % size:
             rule = f"does not divide cluster.{name}={count}, the devices of one machine"
             yield "engine.tensor_parallel_size", rule
+
+
+def _of_staleness(recipe: Recipe) -> Faults:
+    """Refuse what excludes answers that are sampled while the trainer learns."""
+    if recipe.cluster.colocate:
+        rule = "needs engines on devices of their own"
+        yield "loop.max_staleness", rule, "set cluster.rollout_gpus=1 and cluster.colocate=false"
+    if recipe.grpo.sampling_rounds > 1:
+        rule = "leaves the next prompts open until all answers of a step are scored"
+        yield "grpo.sampling_rounds", rule, "set loop.max_staleness=0"
+    if recipe.engine.hosted:
+        yield "engine.kind", "takes no new weights while requests run", "set engine.kind=native"
 
 
 def _of_cycle(recipe: Recipe) -> Faults:

@@ -349,6 +349,8 @@ class LoopSection:
         epochs: Passes over the answers of a step.
         mini_batches: Updates in one pass.
         router_replay: Whether the policy routes tokens to the experts that the engine chose.
+        max_staleness: Updates by which the weights that sample may be older than those that learn.
+            1: engines on devices of their own sample the next step's answers during the update.
     """
 
     prompts_per_step: Count | None = None
@@ -356,6 +358,7 @@ class LoopSection:
     epochs: Count = 1
     mini_batches: Count = 1
     router_replay: bool = False
+    max_staleness: Literal[0, 1] = 0
 
 
 @section

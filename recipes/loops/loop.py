@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from recipes.config.recipe import Recipe
 from recipes.errors import ScorerError, counted
+from recipes.loops.ahead import Ahead, Drawn
 from recipes.loops.evaluation import Standing, evaluate, failures, standing
 from recipes.loops.sampling import Samples, generate_sequences, rewarded, with_length_penalty
 from recipes.loops.sink import Sink
@@ -86,6 +87,7 @@ class Loop(abc.ABC):
     def __post_init__(self) -> None:
         self._saved = self.updates  # step of the newest checkpoint, which may be being written
         self._saving = False
+        self._ahead, self._staleness = Ahead(self._generate_beside), 0.0
 
     @staticmethod
     @abc.abstractmethod
@@ -158,6 +160,8 @@ class Loop(abc.ABC):
         """Run `train_step` and refresh the reference if it is due; return the step's figures."""
         self.sampling_seconds = 0.0
         figures = self.train_step(step)
+        if self.setup.recipe.loop.max_staleness:
+            figures["staleness"] = self._staleness
         if every := self.setup.recipe.reference_every:
             figures["reference_step"] = (step - 1) // every * every
             if step % every == 0:
@@ -208,10 +212,11 @@ class Loop(abc.ABC):
         if last:
             with self.sink.phase("prefetch"):
                 self.cycle.prefetch()
-        started = time.monotonic()
         with self.stage("generate_sequences"):
-            samples = generate_sequences(self.rollout, self.setup, step, self.drawn, places)
-        self.sampling_seconds += time.monotonic() - started
+            samples, seconds = self._ahead.take(step) or self._generated(step, places)
+        self.sampling_seconds += seconds
+        if self.setup.recipe.loop.max_staleness:
+            self._sample_ahead(step, samples)
         waiting = self.rewards.submit(samples.answers(), required=places.start == 0)
 
         @cache
@@ -221,6 +226,24 @@ class Loop(abc.ABC):
             return scores
 
         return samples, scoring
+
+    def _generated(self, step: int, places: range) -> Drawn:
+        started = time.monotonic()
+        samples = generate_sequences(self.rollout, self.setup, step, self.drawn, places)
+        return Drawn(samples, time.monotonic() - started)
+
+    def _sample_ahead(self, step: int, samples: Samples) -> None:
+        """Begin to sample the next step's answers, and note how old this step's are."""
+        assert samples.weight_versions is not None
+        self._staleness = step - float(samples.weight_versions.values.mean())
+        if step < self.setup.recipe.steps:
+            self._ahead.begin(step + 1, self.drawn + self.setup.recipe.prompts_per_step)
+
+    def _generate_beside(self, step: int, drawn: int) -> Samples:
+        """Return the answers of a step, which are sampled during the step before."""
+        places = range(self.setup.recipe.prompts_per_step)
+        # A sync may begin before the engines have accepted the requests.
+        return generate_sequences(self.rollout, self.setup, step, drawn, places, asleep="queue")
 
     def update_actor(
         self, batch: SequenceBatch, parts: Sequence[Sequence[int]]

@@ -84,7 +84,7 @@ class Samples:
 
 
 def generate_sequences(
-    rollout: Rollout, setup: Setup, step: int, drawn: int, places: range
+    rollout: Rollout, setup: Setup, step: int, drawn: int, places: range, **how: Any
 ) -> Samples:
     """Sample answers to prompts of a step.
 
@@ -94,6 +94,7 @@ def generate_sequences(
         step: Number of the step, which decides the sampling seeds.
         drawn: Number of prompts that the steps before have drawn.
         places: Places of the prompts among those that the step draws.
+        **how: Further arguments of the engine's `generate`.
 
     Returns:
         The answers, in the order of the prompts.
@@ -103,7 +104,8 @@ def generate_sequences(
     prompts = pick_problems(setup.tasks.trained, len(places), recipe.seed, begin, apart)
     seeds = [sampling_seed(recipe.seed, step, place) for place in places]
     temperature, samples = recipe.sampling.temperature, recipe.samples_per_prompt
-    return answer(rollout, setup, prompts, seeds, temperature=temperature, samples=samples)
+    alike: dict[str, Any] = {"temperature": temperature, "samples": samples, **how}
+    return answer(rollout, setup, prompts, seeds, **alike)
 
 
 def rewarded(scores: Sequence[Scored]) -> list[int]:
@@ -157,8 +159,12 @@ def answer(
     *,
     temperature: float,
     samples: int,
+    **how: Any,
 ) -> Samples:
-    """Return the rollout's answers to prompts, `samples` to each, in the order of the prompts."""
+    """Return the rollout's answers to prompts, `samples` to each, in the order of the prompts.
+
+    `how` are further arguments of the rollout's `generate`.
+    """
     prompt_ids = [problem.prompt_ids.tolist() for _, problem in prompts]
     rendered = decode(setup.tokenizer, prompt_ids)
     alike: dict[str, Any] = {
@@ -169,7 +175,7 @@ def answer(
     }
     params = [SamplingParams(**alike, seed=seed) for seed in seeds]
     flat: list[tuple[int, Completion]] = []
-    for index, group in enumerate(rollout.generate(prompt_ids, params)):
+    for index, group in enumerate(rollout.generate(prompt_ids, params, **how)):
         flat += ((index, completion) for completion in group)
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]

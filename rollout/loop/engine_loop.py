@@ -139,7 +139,10 @@ class EngineLoop(OwnerThread):
         return self._submit([_Request(prompt, params, "the prompt", asleep, on_output)])[0]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        asleep: Asleep = "refuse",
     ) -> list[list[Completion]]:
         """Continue every prompt `params.n` times, and wait for all of them.
 
@@ -149,6 +152,7 @@ class EngineLoop(OwnerThread):
         Args:
             prompts: Token ids.
             params: Sampling parameters, for all prompts or one per prompt.
+            asleep: Whether the requests are queued or refused while the engine cannot generate.
 
         Returns:
             The samples, [prompt][sample].
@@ -160,7 +164,7 @@ class EngineLoop(OwnerThread):
             RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
         pairs = enumerate(zip(prompts, for_each(prompts, params), strict=True))
-        requests = [_Request(*pair, f"prompt {number}", "refuse") for number, pair in pairs]
+        requests = [_Request(*pair, f"prompt {number}", asleep) for number, pair in pairs]
         futures = self._submit(requests)
         try:
             return [future.result() for future in futures]

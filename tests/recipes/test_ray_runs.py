@@ -211,6 +211,39 @@ def test_run_goes_on_after_losing_its_engine_and_resumes_in_process_with_the_sam
     assert same_rows(folder, make_run("tiny", *SMALL, "steps=3"))
 
 
+def test_engine_apart_samples_while_the_trainer_learns(
+    ray_cluster: RayCluster,
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The prompts are those of a run in turn, versions at most one older; a lost engine ends it."""
+    folder, flag = tmp_path / "run", tmp_path / "flag"
+    monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", dying_engine(flag))
+    words = [*SMALL, "driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
+    words += ["loop.max_staleness=1", "checkpoint.every=1", "steps=3"]
+    with without_pictures():
+        assert main(["run", "tiny", *words, "--run-dir", str(folder)]) == 0
+        ray_cluster.wait_free()
+        assert main(["run", "--resume", str(folder), "steps=4"]) == 0
+        ray_cluster.wait_free()
+        flag.touch()
+        assert main(["run", "--resume", str(folder), "steps=5"]) == 1
+    assert "the rollout[1] actor died in generate()" in capsys.readouterr().err
+    stale = [row["staleness"] for row in rows(folder, "train")]
+    assert stale[0] == stale[3] == 0 and all(0 < age <= 1 for age in stale[1:3])
+    alone = make_run("tiny", *SMALL, "steps=4")
+    lines = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    ours = [line for line in lines if line["kind"] == "train"]
+    lines = map(json.loads, (alone / "samples.jsonl").read_text().splitlines())
+    theirs = [line for line in lines if line["kind"] == "train"]
+    assert [line["prompt"] for line in ours[: len(theirs)]] == [line["prompt"] for line in theirs]
+    for line in ours:
+        versions = {version for version, _ in line["weight_versions"]}
+        assert versions <= {line["step"] - 1, line["step"]}
+
+
 def marked(mark: str) -> list[str]:
     """Return the command lines of processes with this word in their initial environment."""
     commands = []

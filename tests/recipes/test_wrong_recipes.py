@@ -98,6 +98,13 @@ RULES = [
     ("tiny", f"{ONE} cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
     ("qwen2.5-7b", f"{TWO} device=cuda:1", "device=cuda:1: names one of the 2 devices of cluster"),
     ("tiny", f"{ONE} cluster.rollout_gpus=1", "cannot drive 2 devices; set driver=ray"),
+    ("tiny", "loop.max_staleness=1", "loop.max_staleness=1: needs engines on devices of their own"),
+    (
+        "tiny",
+        f"{APART} loop.max_staleness=1 grpo.sampling_rounds=2",
+        "leaves the next prompts open",
+    ),
+    ("tiny", f"{APART} loop.max_staleness=1 exact=true", "samples by older weights"),
     ("tiny", "cluster.colocate=false", "leaves no device to the engines (cluster.rollout_gpus=0)"),
     (
         "tiny",

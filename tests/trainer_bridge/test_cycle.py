@@ -352,6 +352,8 @@ def test_resident_refuses_unknown_tags() -> None:
     known = "params, optim, critic, critic_optim, reference, weights"
     with pytest.raises(ValueError, match=rf"resident names unknown tags \['kv'\]; known: {known}"):
         pair(World(), resident=["kv", "params"])
+    with pytest.raises(ValueError, match="in_flight='keep' needs a rollout that never sleeps"):
+        pair(World(), in_flight="keep", resident=["weights"])
 
 
 VERBS = ("to_rollout", "to_score", "to_train")

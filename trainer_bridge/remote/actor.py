@@ -297,16 +297,20 @@ class RemoteRollout(RemoteGroup):
         return next((reason for reason in reasons if reason is not None), None)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        **how: Any,
     ) -> list[list[Completion]]:
         """Dispatch the prompts to the replicas, and generate answers in the order of the prompts.
 
-        If a replica refuses a prompt, its error numbers only the prompts of that replica.
+        If a replica refuses a prompt, its error numbers only the prompts of that replica. `how` are
+        further arguments of the engines' `EngineLoop.generate`.
         """
         sampling = for_each(prompts, params)
         completions: dict[int, list[Completion]] = {}
         while missing := [n for n in range(len(prompts)) if n not in completions]:
-            completions |= self._generate(missing, prompts, sampling)
+            completions |= self._generate(missing, prompts, sampling, how)
         return [completions[number] for number in range(len(prompts))]
 
     def submit(
@@ -346,6 +350,7 @@ class RemoteRollout(RemoteGroup):
         numbers: Sequence[int],
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
+        how: Mapping[str, Any],
     ) -> dict[int, list[Completion]]:
         """Generate answers to some prompts, by number; those of lost engines may be missing."""
         engines = self.serving()
@@ -361,7 +366,7 @@ class RemoteRollout(RemoteGroup):
             if first not in asked:
                 return {}
             following = {rank: self.ranks[rank].start("follow") for rank in others}
-            return {first: self.ranks[first].start("generate", *asked[first]), **following}
+            return {first: self.ranks[first].start("generate", *asked[first], **how), **following}
 
         def again(rank: int, error: ActorDied) -> dict[int, Any]:
             """Replace a lost engine, and give the new one the prompts again if it has weights."""

