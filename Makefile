@@ -132,6 +132,7 @@ bench-rollout:
 	$(GPU) -m benchmarks.bench_generate --out $(OUT)
 	$(GPU) -m benchmarks.bench_steps --out $(OUT)
 	$(GPU) -m benchmarks.bench_async --out $(OUT)
+	$(GPU) -m benchmarks.bench_serve --out $(OUT)
 
 bench-update:
 	$(GPU) -m benchmarks.bench_update --out $(OUT)

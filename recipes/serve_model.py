@@ -22,7 +22,7 @@ from rollout.actor import RolloutActor
 from rollout.loop import RankProcesses
 from rollout.model import AdapterFolder
 
-_CHECK_SECONDS = 0.5
+_CHECK_SECONDS = 0.1
 _GRACE_SECONDS = 2  # for open connections after a signal
 
 
@@ -206,13 +206,15 @@ async def _serve(
         host, port = listener.getsockname()[:2]
         print(f"serving {options.model} at http://{host}:{port}/v1 ({longest} tokens)", flush=True)
         await server.serve(sockets=[listener])
-        watching.cancel()
+        await watching
         if shared.ended:
             raise RunError("serve", "the engine has ended", "what it printed says why")
 
 
 async def _watch(shared: AsyncEngine, server: Any) -> None:
-    """End the server after its engine."""
-    while not shared.ended:
+    """End the server after its engine, and the requests when a signal ends the server."""
+    while not (shared.ended or server.should_exit):
         await asyncio.sleep(_CHECK_SECONDS)
     server.should_exit = True
+    if not shared.ended:
+        await shared.pause_generation("abort")

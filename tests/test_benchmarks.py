@@ -44,6 +44,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_generate": ([], {"ms", "mismatch"}),
     "bench_steps": ([], {"ms", "beside"}),
     "bench_async": ([], {"streams of blocking", "keep: sleep, ms"}),
+    "bench_serve": ([], {"blocking", "memsaver serve"}),
     "bench_exact": ([], {"decode", "prefill", "step"}),
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_update": ([], {"updates"}),
@@ -52,7 +53,11 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # these count bytes of the whole device
 ON_GPU = {"bench_sync": {"IPC buckets"}}
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-for _long in ("bench_sync", "bench_switch"):  # other tests cover the code that they run
+for _long in (
+    "bench_sync",
+    "bench_switch",
+    "bench_serve",
+):  # other tests cover the code that they run
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 

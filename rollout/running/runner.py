@@ -40,6 +40,7 @@ from rollout.tag_names import CUDA_GRAPH
 from rollout.weights.adapters import AdapterPages
 from rollout.weights.store import WeightStore
 
+_TOLD_AT_ONCE = 32  # rows whose likeliest tokens are found together: fp32 copies of their logits
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 """(window, mapping) -> where attention finds the tokens, see `plan_torch`."""
 
@@ -296,10 +297,13 @@ class ModelRunner:
 
         Their log-probabilities are at the row's temperature, as those of the tokens of `sample`.
         """
-        heat, _ = divisors(self._rows.temperatures(rows))
-        scaled = self._chosen(logits, at) / torch.from_numpy(heat[:, None]).to(self.device)
-        count = min(int(self._rows.top[rows].max()), self.config.choices)
-        return to_host(*likeliest(scaled, count, self.config.choices))
+        heat, choices = divisors(self._rows.temperatures(rows))[0], self.config.choices
+        count, best = min(int(self._rows.top[rows].max()), choices), []
+        for start in range(0, len(rows), _TOLD_AT_ONCE):
+            part = slice(start, start + _TOLD_AT_ONCE)
+            scale = torch.from_numpy(heat[part, None]).to(self.device)
+            best.append(likeliest(self._chosen(logits, at[part]) / scale, count, choices))
+        return to_host(*map(torch.cat, zip(*best, strict=True)))
 
     def wait(self) -> None:
         """Wait until all that was launched has been computed, and experts have arrived."""

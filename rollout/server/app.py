@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from memsaver import StateError
 from memsaver.types import check_choice
@@ -72,8 +72,8 @@ def make_app(
         The application.
     """
     server = _Server(engine, chat, options)
-    app = FastAPI(title="memsaver", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_BodyLimit, most=options.max_body_bytes)
+    off: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(title="memsaver", max_body_size=options.max_body_bytes, **off)
     for error in (RequestValidationError, StarletteHTTPException, ValueError, Exception):
         app.add_exception_handler(error, _failed)
     keyed = [Depends(_needs(options.keys))]
@@ -337,26 +337,6 @@ def _needs(keys: Collection[str]) -> Callable[[Request], None]:
             )
 
     return check
-
-
-class _BodyLimit:
-    """Middleware that refuses bodies above a size, before they are held in memory."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = self._most
-
-        async def limited() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(413, f"the body has more than {self._most} bytes")
-            return message
-
-        await self._app(scope, limited, send)
 
 
 def _error(status: int, text: str) -> Json:
