@@ -1,5 +1,6 @@
 """Sampling parameters of a request, and the completions that answer it."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class SamplingParams:
         logit_bias: Added to the logits of tokens, {token id: bias}; kept as pairs.
         allowed_token_ids: Only these tokens are chosen; None: all.
         bad_words: Sequences of token ids that no answer contains.
+        json_schema: JSON schema that the text of each answer follows, as text or as a mapping; kept
+            as text. An answer that `max_tokens` cuts off is the beginning of such a text.
         top_logprobs: Number of likeliest tokens to tell at each place of an answer, with their
             log-probabilities.
         adapter: Name of the adapter that answers, in its present version; None: the base alone.
@@ -89,6 +92,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    json_schema: str | Mapping[str, Any] | None = None
     top_logprobs: int = 0
     adapter: str | None = None
     priority: int = 0
@@ -130,7 +134,8 @@ class SamplingParams:
     def adjusted(self) -> bool:
         """Return whether tokens are chosen by other logits than the model's."""
         listed = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
-        return self.penalized or bool(listed or self.min_tokens)
+        guided = self.json_schema is not None
+        return self.penalized or guided or bool(listed or self.min_tokens)
 
     def _keep_as_tuple(self, name: str) -> None:
         ids = _token_ids(getattr(self, name))
@@ -157,6 +162,19 @@ class SamplingParams:
         )
         object.__setattr__(self, "bad_words", known)
         self._keep_as_pairs()
+        self._check_schema()
+
+    def _check_schema(self) -> None:
+        if self.json_schema is None:
+            return
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        rule = "must be a JSON schema, as text or as a mapping"
+        check_option(self, "json_schema", isinstance(self.json_schema, str), rule)
+        others = self.forced or self.allowed_token_ids is not None or self.bad_words
+        free = not (others or self.min_tokens or self.ignore_eos)
+        rule = "decides which tokens come, and the end; leave out forced, allowed_token_ids, "
+        check_option(self, "json_schema", free, f"{rule}bad_words, min_tokens and ignore_eos")
 
     def _keep_as_pairs(self) -> None:
         given: Any = self.logit_bias

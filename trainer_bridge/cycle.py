@@ -61,7 +61,7 @@ class TrainerProtocol(Protocol):
 
     def reload(self, *tags: str, wait: Wait = True) -> None: ...
 
-    def sync_weights(self, version: int, **how: Any) -> SyncReceipt: ...
+    def sync_weights(self, version: int) -> SyncReceipt: ...
 
     def alias_weights(self, version: int) -> SyncReceipt: ...
 
@@ -199,7 +199,9 @@ class Cycle:
             with self._stage("wake_weights"):
                 self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
-            write = self._trainer.alias_weights if self._alias else self._trainer.sync_weights
+            write: Callable[..., SyncReceipt] = self._trainer.sync_weights
+            if self._alias:
+                write = self._trainer.alias_weights
             committed = write(version, **self._how)
         # The parameters had to stay until all engines committed them.
         rest = [tag for tag in self._waking if tag != WEIGHTS]

@@ -26,6 +26,7 @@ from rollout.engine.stepping import SteppedEngine
 from rollout.engine.token_steps import TokenSteps
 from rollout.model.adapter_params import adapter_groups
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
+from rollout.model.guide import Guides
 from rollout.model.hub import resolve_model
 from rollout.model.loading import differences, load_model_config, read_buffers
 from rollout.model.model_folder import iter_checkpoint
@@ -82,6 +83,7 @@ class Engine(EngineBase, SteppedEngine):
         store: The weights.
         config: Sizes and policies, with the tokens of the pool.
         adapters: The adapters; None without `config.adapters`.
+        guides: The grammars of requests with a JSON schema; None: the model has no folder.
         prompts: Where keys and values of prompts come from; `rollout.split` has other sources.
 
     Raises:
@@ -91,6 +93,7 @@ class Engine(EngineBase, SteppedEngine):
     """
 
     store: WeightStore
+    guides: Guides | None = None
 
     def __init__(
         self,
@@ -208,6 +211,7 @@ class Engine(EngineBase, SteppedEngine):
             )
         given: Any = {"dtype": dtype, "saver": saver, "group": group, "gpu_share": gpu_share}
         engine = cls(model, config, filters=filters, **given)
+        engine.guides = Guides(path, model)
         if load_weights:
             engine.load(path)
         else:
@@ -310,9 +314,17 @@ class Engine(EngineBase, SteppedEngine):
             raise ValueError(f"{rule}, which has no adapters; leave adapter out")
         return self.adapters.find(params.adapter)
 
+    def prepare(self, params: SamplingParams) -> None:
+        if isinstance(schema := params.json_schema, str):
+            if self.guides is None:
+                rule = "needs the tokenizer of a model folder; build it by Engine.from_pretrained"
+                raise ValueError(f"json_schema {rule}")
+            self.guides.compile(schema)
+
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self.requests.check(name, prompt, params)
         self._adapter(params)
+        self.prepare(params)
         if params.beam_width > 1 and self.cache.withheld_pages:
             raise ValueError(
                 f"{name}: no beam search in a pool that woke partly; sleep, then wake_up()"
@@ -320,6 +332,10 @@ class Engine(EngineBase, SteppedEngine):
 
     def _enqueue(self, prompt: Sequence[int], params: SamplingParams, stream: bool) -> int:
         samples = self.requests.submit(prompt, params, stream, self._adapter(params))
+        if isinstance(schema := params.json_schema, str):
+            assert self.guides is not None, "a checked request"
+            for sample in samples:
+                sample.guide = self.guides.begin(schema)
         self.prompts.accept(samples)
         if self.cache.elastic is not None:
             self.cache.elastic.hurry()

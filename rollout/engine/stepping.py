@@ -51,6 +51,16 @@ class SteppedEngine(SaverSide):
     def unavailable_reason(self) -> str | None:
         """Return why a step would raise a StateError now; None if the engine is available."""
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long before a request, in any thread; later requests need not.
+
+        Args:
+            params: The request's sampling parameters.
+
+        Raises:
+            ValueError: The engine cannot follow them, as `submit` says, too.
+        """
+
     @abstractmethod
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise a ValueError, which calls the prompt `name`, if it can never be answered."""

@@ -234,6 +234,9 @@ class EngineLoop(OwnerThread):
 
     def _submit(self, requests: Sequence[_Request]) -> list[Future[list[Completion]]]:
         futures = [request.future for request in requests]
+        for request in requests:
+            with contextlib.suppress(ValueError):  # raised in the loop's thread, too
+                self.engine.prepare(request.params)
         self._put(partial(self._accept, requests), *futures)
         for future in futures:
             when_cancelled(future, self.abort)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from memsaver.ops.layout import send_together
@@ -17,12 +19,14 @@ class Adjustment:
     Attributes:
         bias: Added to the logits of tokens; -inf bans one.
         allowed: The only tokens that may be chosen; None: all.
+        mask: The same as a bit for each token, int32 [words]; None: all.
         repetition: Divides positive logits of the tokens of `penalties`, multiplies negative ones.
         penalties: Subtracted from the logits of tokens after that.
     """
 
     bias: Mapping[int, float] = field(default_factory=dict)
     allowed: tuple[int, ...] | None = None
+    mask: NDArray[np.int32] | None = None
     repetition: float = 1.0
     penalties: Mapping[int, float] = field(default_factory=dict)
 
@@ -34,6 +38,8 @@ class Adjustments:
     Attributes:
         restricted: Rows of which some tokens alone are allowed, int64 [A].
         allowed: Row among these and id of each allowed token, int64 [2, N].
+        masked: Rows with a mask, int64 [M].
+        masks: A bit for each of their tokens that may be chosen, int32 [M, words].
         biased: Row and id of each token with a bias, int64 [2, B].
         bias: fp32 [B].
         penalized: Row and id of each token with a penalty, int64 [2, P].
@@ -43,6 +49,8 @@ class Adjustments:
 
     restricted: Tensor
     allowed: Tensor
+    masked: Tensor
+    masks: Tensor
     biased: Tensor
     bias: Tensor
     penalized: Tensor
@@ -64,9 +72,12 @@ class Adjustments:
             penalized += [(row, token) for token in own.penalties]
             penalty += own.penalties.values()
             repetition += [own.repetition] * len(own.penalties)
-        places = [torch.tensor(restricted, dtype=torch.int64), *map(_places, (allowed, biased))]
+        masks = {row: own.mask for row, own in rows.items() if own.mask is not None}
+        bits = np.stack([*masks.values()]) if masks else np.zeros((0, 1), np.int32)
+        whole = [torch.tensor(part, dtype=torch.int64) for part in (restricted, [*masks])]
         numbers = [torch.tensor(part, dtype=torch.float32) for part in (bias, repetition, penalty)]
-        host = [*places, numbers[0], _places(penalized), *numbers[1:]]
+        host = [whole[0], _places(allowed), whole[1], torch.from_numpy(bits), _places(biased)]
+        host += [numbers[0], _places(penalized), *numbers[1:]]
         return cls(*send_together(host, device))
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -84,6 +95,10 @@ class Adjustments:
             kept = torch.full_like(own, -torch.inf)
             at = tuple(self.allowed)
             changed[self.restricted] = kept.index_put(at, own[at])
+        if len(self.masked):
+            token = torch.arange(logits.shape[1], device=logits.device)
+            bits = self.masks[:, token // 32] >> token % 32 & 1
+            changed[self.masked] = changed[self.masked].masked_fill(bits == 0, -torch.inf)
         at = tuple(self.biased)
         changed[at] += self.bias
         at = tuple(self.penalized)

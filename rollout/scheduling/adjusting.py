@@ -26,4 +26,5 @@ def adjustment_of(sample: Sample, place: int) -> Adjustment:
     if params.penalized:
         for token, count in Counter(answer).items():
             penalties[token] = params.presence_penalty + count * params.frequency_penalty
-    return Adjustment(bias, params.allowed_token_ids, params.repetition_penalty, penalties)
+    mask = None if sample.guide is None else sample.guide.mask(sample.output)
+    return Adjustment(bias, params.allowed_token_ids, mask, params.repetition_penalty, penalties)

@@ -68,7 +68,8 @@ class SampleRows:
         self._index[row], self._forced[row] = sample.index, len(params.forced)
         self._min_p[row], self._adjusted[row] = params.min_p, params.adjusted
         self.top[row] = params.top_logprobs
-        self.looking_back[row] = params.penalized or bool(params.bad_words)
+        counts = params.penalized or bool(params.bad_words)
+        self.looking_back[row] = counts or sample.guide is not None
         self._count_ends(sample, 1)
         sample.rows = self
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvcache import ReqHandle
 from kvcache.allocators import Int64Array
 from kvcache.tiers import HostTransfer
+from rollout.model.guide import Guide
 from rollout.requests import FinishReason, Output, SamplingParams, TokenScores
 from rollout.scheduling.beam import BeamSearch
 from rollout.scheduling.prefix import Swapped
@@ -77,6 +78,7 @@ class Sample:
     # Samples that wait for this sample's prefill, and then fork from it.
     siblings: "list[Sample]" = field(default_factory=list)
     adapter: ServedAdapter | None = None  # None: the base alone
+    guide: Guide | None = None  # where it is in its grammar; None: it has none
     stream: bool = False  # whether tokens are told before the sample's end
     told: int = 0  # number of tokens that `news` has returned
     finish_reason: FinishReason | None = None  # None while the sample is unfinished

@@ -1,5 +1,6 @@
 """Bodies of requests in the form of OpenAI's API; every other field is refused by its name."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,39 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+    rules: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What the content of a message is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: NamedSchema | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """Return the JSON schema of the content; None: any text.
+
+        Raises:
+            ValueError: There is none, where one is needed.
+        """
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise ValueError("response_format.json_schema: is missing")
+            return json.dumps(self.json_schema.rules)
+        return '{"type": "object"}' if self.type == "json_object" else None
 
 
 class SampledBody(BaseModel):
@@ -77,6 +111,11 @@ class SampledBody(BaseModel):
         """Return how many likeliest tokens are told; None: no log-probabilities at all."""
         return None
 
+    @property
+    def schema_text(self) -> str | None:
+        """Return the JSON schema that answers follow; None: they are free."""
+        return None
+
     def params(self, room: int, adapter: str | None) -> SamplingParams:
         """Return the sampling parameters.
 
@@ -93,6 +132,7 @@ class SampledBody(BaseModel):
             top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,  # -1: vLLM's "off"
             max_tokens=max(default, 1) if self.max_tokens is None else self.max_tokens,
             top_logprobs=self.likeliest or 0,
+            json_schema=self.schema_text,
             adapter=adapter,
         )
 
@@ -134,8 +174,12 @@ class ChatBody(SampledBody):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: Literal[True] = True
-    response_format: dict[Literal["type"], Literal["text"]] = Field(default_factory=dict)
+    response_format: ResponseFormat = ResponseFormat()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def schema_text(self) -> str | None:
+        return self.response_format.schema_text
 
     @model_validator(mode="after")
     def _settle(self) -> "ChatBody":
@@ -147,6 +191,10 @@ class ChatBody(SampledBody):
             raise ValueError("top_logprobs needs logprobs=true")
         if self.tool_choice == "none":
             self.tools = []
+        if self.tools and self.response_format.type != "text":
+            raise ValueError(
+                "response_format: tools are called in free text; leave one of both out"
+            )
         self.messages = [_as_text(message) for message in self.messages]
         return self
 

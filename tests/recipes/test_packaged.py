@@ -1,37 +1,25 @@
-"""Recipes in the package and under examples/plans: heads, shapes, loading, sizes of KV pools."""
+"""Recipes in the package and under examples/plans: heads, shapes, loading."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
-import json
-import math
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from kvcache import layout
-from memsaver.ops.layout import round_up
 from recipes.config.load import find_recipe, load, packaged_recipes, recipe_text
 from recipes.config.recipe import Recipe
 from recipes.config.sections import shapes
-from recipes.setup.model_files import describe_random_model, toy_tokenizer
-from recipes.setup.preparation import prepare
-from recipes.tasks.toy import TOY_WORDS
 from rollout.model.decoder import parameter_groups
 from rollout.model.loading import load_model_config
 from tests.helpers.docs.pages import ROOT
+from tests.helpers.recipes.model_folders import describe_shapes
 
 GIB = 2**30
 NAMES = packaged_recipes()
 PLANS = {file.stem: file for file in sorted((ROOT / "examples" / "plans").glob("*.yaml"))}
-# Total memory as the driver reports it.
-GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}
 PUBLISHED = {  # parameters, and bytes of a token in the KV cache in bf16
     "smollm2-135m": (134_515_008, 23_040),
     "qwen2.5-0.5b": (494_032_768, 12_288),
@@ -54,12 +42,7 @@ def all_recipes() -> dict[str, Recipe]:
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write for each shape a folder with its config and a checkpoint without tensors."""
-    folder, tokenizer = tmp_path_factory.mktemp("shapes"), toy_tokenizer(TOY_WORDS)
-    for name, fields in shapes().items():
-        describe_random_model(fields, tokenizer, folder / name)
-        save_file({}, folder / name / "model.safetensors")  # A run checks that the file exists.
-    return folder
+    return describe_shapes(tmp_path_factory.mktemp("shapes"))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -110,53 +93,3 @@ def test_text_that_looks_like_a_reference_survives_saving_and_loading(tmp_path: 
         assert "${" in str(recipe.task.system_prompt)
         (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
         assert load(tmp_path / "recipe.yaml") == recipe
-
-
-def test_kv_pool_holds_all_requests_that_run_together(
-    all_recipes: dict[str, Recipe],
-    described: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Use GPUs of the size that the recipe names, without fetching a model.
-
-    Each config is observed once, however many recipes have it.
-    """
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    rows = [json.dumps({"question": f"{number}?", "answer": "1"}) for number in range(1000)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    local: dict[str, Any] = {"data": str(tmp_path / "data.jsonl"), "subset": None}
-    # Prompts of equal tokens are one prompt, so the tokenizer must know their words.
-    words = [*TOY_WORDS, "+", "-", *map(str, range(1000)), *(f"{n}?" for n in range(1000))]
-    monkeypatch.setattr("recipes.setup.preparation.load_tokenizer", lambda _: toy_tokenizer(words))
-    observed = functools.cache(lambda config: load_model_config(places[config]))
-    places: dict[str, Path] = {}
-
-    def load_once(folder: Path) -> Any:
-        config = (folder / "config.json").read_text()
-        places.setdefault(config, folder)
-        return observed(config)
-
-    for user in ("preparation", "model_decisions"):
-        monkeypatch.setattr(f"recipes.setup.{user}.load_model_config", load_once)
-    monkeypatch.setattr("recipes.setup.preparation.count_operations", lambda *_: None)  # unused
-    for name, recipe in all_recipes.items():
-        if recipe.task.data is not None:  # on the Hub
-            recipe = dataclasses.replace(recipe, task=dataclasses.replace(recipe.task, **local))
-        total = int(GPU_BYTES[recipe.cluster.gpu])
-        gpu = types.SimpleNamespace(total_memory=total, major=9, minor=0)
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)
-        model = described / str(recipe.model.shape)
-        monkeypatch.setattr(
-            "recipes.setup.preparation.find_model", lambda _, model=model, **__: model
-        )
-        setup = prepare(recipe, tmp_path)
-        assert setup.decisions.exact == ("warn" if recipe.exact else False), name
-        request = round_up(setup.max_request_tokens, recipe.engine.page_size)
-        engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
-        prompts = math.ceil(recipe.prompts_per_step / engines)
-        running = min(recipe.engine.max_running, prompts * recipe.samples_per_prompt)
-        assert setup.kv_tokens >= running * request, name
-        if recipe.cluster.size == 1 and recipe.model.config is None:
-            samples = recipe.prompts_per_step * recipe.samples_per_prompt
-            assert recipe.engine.max_running == samples, name

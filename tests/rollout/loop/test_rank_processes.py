@@ -41,10 +41,20 @@ class Rank(LoopActor):
         self.own()
 
 
-def test_ranks_answer_together_and_end_together(tmp_path: Path) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes without their imports."""
+    context = "rollout.loop.rank_processes.multiprocessing.get_context"
+    monkeypatch.setattr(context, lambda _: server)
+
+
+def test_ranks_answer_and_stream_together_and_end_together(tmp_path: Path) -> None:
+    """Whole answers, then a fast, a slow and a lost reader, pauses, and the death of a process."""
     save_tiny(tmp_path, "qwen2", num_attention_heads=4, num_key_value_heads=2)
     ranks = RankProcesses(partial(Rank, str(tmp_path)), 2)
-    try:
+    expected = ranks.submit([5, 6], ANSWER).result(60)
+
+    def ask() -> None:
         left, cancelled = ranks.submit([5, 6], LONG), ranks.submit([6], LONG)
         shorts = [ranks.submit([7, number], SHORT) for number in range(3)]
         assert [len(short.result(60)[0].token_ids) for short in shorts] == [4, 4, 4]
@@ -60,29 +70,6 @@ def test_ranks_answer_together_and_end_together(tmp_path: Path) -> None:
         ranks.call("wake_up")
         with pytest.raises(ValueError, match="the prompt is empty"):
             ranks.submit([], SHORT).result(60)
-        last = ranks.submit([5, 6], LONG)
-        os.kill(ranks.call("pid")[1], signal.SIGKILL)
-        with pytest.raises(StateError, match="a process of the engine has ended"):
-            last.result(60)
-        for future in ranks.start("report"):
-            with pytest.raises(StateError, match="a process of the engine has ended"):
-                future.result(60)
-    finally:
-        ranks.close()
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start processes without their imports."""
-    context = "rollout.loop.rank_processes.multiprocessing.get_context"
-    monkeypatch.setattr(context, lambda _: server)
-
-
-def test_streams_of_processes_tell_whole_answers(tmp_path: Path, forked: None) -> None:
-    """A fast, a slow and a lost reader, pauses, a call, and the death of a process."""
-    save_tiny(tmp_path, "qwen2", num_attention_heads=4, num_key_value_heads=2)
-    ranks = RankProcesses(partial(Rank, str(tmp_path)), 2)
-    expected = ranks.submit([5, 6], ANSWER).result(60)
 
     async def slow(stream: TokenStream) -> list[Output]:
         pieces = []
@@ -115,14 +102,18 @@ def test_streams_of_processes_tell_whole_answers(tmp_path: Path, forked: None) -
             await shared.pause_generation("no mode")  # type: ignore[arg-type]
         stream = shared.submit([5, 6], replace(ANSWER, max_tokens=900))
         await anext(stream)
-        os.kill(ranks.call("pid")[0], signal.SIGKILL)
+        os.kill(ranks.call("pid")[1], signal.SIGKILL)
         with pytest.raises(StateError, match="a process of the engine has ended"):
             async for _ in stream:
                 pass
+        for future in ranks.start("report"):
+            with pytest.raises(StateError, match="a process of the engine has ended"):
+                future.result(60)
         assert shared.ended
         await shared.close()
 
     try:
+        ask()
         asyncio.run(asyncio.wait_for(use(), 60))
     finally:
         ranks.close()
