@@ -68,6 +68,8 @@ class SamplingParams:
             as text. An answer that `max_tokens` cuts off is the beginning of such a text.
         top_logprobs: Number of likeliest tokens to tell at each place of an answer, with their
             log-probabilities.
+        prompt_logprobs: Tell the log-probability of each token of the prompt, and so many likeliest
+            tokens at each place; such a prompt takes nothing from the prefix cache. None: not.
         adapter: Name of the adapter that answers, in its present version; None: the base alone.
         priority: Requests of lower numbers leave the queue first, equal ones in their order.
     """
@@ -94,6 +96,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     json_schema: str | Mapping[str, Any] | None = None
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     adapter: str | None = None
     priority: int = 0
 
@@ -108,9 +111,8 @@ class SamplingParams:
         check_option(self, "adapter", named, "must be the name of an adapter, or None")
         check_option(self, "priority", _is_number(self.priority, Integral), "must be an integer")
         check_counts(self, "max_tokens", "n", "beam_width")
-        check_counts(
-            self, "top_k", "top_logprobs", *([] if self.seed is None else ["seed"]), least=0
-        )
+        given = [name for name in ("seed", "prompt_logprobs") if getattr(self, name) is not None]
+        check_counts(self, "top_k", "top_logprobs", *given, least=0)
         for name in ("temperature", "top_p", "length_penalty"):
             check_option(self, name, _is_number(getattr(self, name), Real), "must be a number")
         warm = self.temperature == 0 or COLDEST <= self.temperature < math.inf
@@ -201,11 +203,11 @@ class SamplingParams:
         rule = f"answers of a beam search of {self.beam_width}; raise beam_width or lower n"
         check_option(self, "n", self.n <= self.beam_width, rule)
         plain = self.temperature in (0, 1) and not self.top_k and self.top_p == 1
-        plain = plain and not (self.forced or self.min_p or self.adjusted or self.top_logprobs)
+        told = self.top_logprobs or self.prompt_logprobs is not None
+        plain = plain and not (self.forced or self.min_p or self.adjusted or told)
         rule = (
             "ranks by the model's own log-probabilities and samples nothing; leave temperature at "
-            "0 or 1, top_k and top_logprobs at 0, top_p at 1, forced empty, and out what adjusts "
-            "logits"
+            "0 or 1, top_k at 0, top_p at 1, forced empty, and out what adjusts or tells logits"
         )
         check_option(self, "beam_width", plain, rule)
 
@@ -223,6 +225,8 @@ class Completion:
         score: The rank value of a beam search's answer; None without beam search.
         top_logprobs: With `SamplingParams.top_logprobs`, the likeliest tokens at each place, best
             first, and their log-probabilities, which are those of `logprobs`.
+        prompt_logprobs: With `SamplingParams.prompt_logprobs`, at temperature 1 for each token of
+            the prompt but the first: the token itself, then the likeliest ones.
         routed_experts: With `EngineConfig.return_routed_experts` and without beam search, uint8 or
             int16 [K, layers with experts, top_k]: the experts of the last K tokens before the final
             one. Prompt tokens from the prefix cache or from another engine are not included.
@@ -234,6 +238,7 @@ class Completion:
     weight_versions: list[int]
     score: float | None = None
     top_logprobs: list[TokenScores] = field(default_factory=list)
+    prompt_logprobs: list[TokenScores] | None = None
     routed_experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -258,6 +263,7 @@ class Completion:
             weight_versions=whole.weight_versions,
             score=whole.score,
             top_logprobs=[*whole.top_logprobs],
+            prompt_logprobs=whole.prompt_logprobs,
             routed_experts=whole.routed_experts,
         )
 
@@ -278,6 +284,7 @@ class Output(NamedTuple):
         error: Why the request ended with "error"; None otherwise.
         score: See `Completion`.
         top_logprobs: See `Completion`; of the tokens of this output.
+        prompt_logprobs: In the last output; see `Completion`.
         routed_experts: In the last output, those of the whole sample; see `Completion`.
     """
 
@@ -290,6 +297,7 @@ class Output(NamedTuple):
     error: Exception | None = None
     score: float | None = None
     top_logprobs: Sequence[TokenScores] = ()
+    prompt_logprobs: list[TokenScores] | None = None
     routed_experts: NDArray[Any] | None = None
 
     @classmethod

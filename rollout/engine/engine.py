@@ -323,6 +323,8 @@ class Engine(EngineBase, SteppedEngine):
 
     def _check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         self.requests.check(name, prompt, params)
+        if params.prompt_logprobs is not None and type(self.prompts) is not PromptSource:
+            raise ValueError(f"prompt_logprobs of {name}: another engine computes prompts")
         self._adapter(params)
         self.prepare(params)
         if params.beam_width > 1 and self.cache.withheld_pages:

@@ -32,6 +32,14 @@ class Told(NamedTuple):
     sent: Sent  # [places, most]
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens of a prompt whose scores are on their way from the device."""
+
+    sample: Sample
+    first: int  # number of the token before them
+    sent: Sent
+
+
 class Launched(NamedTuple):
     """A step whose results may still be under way from the device.
 
@@ -44,6 +52,7 @@ class Launched(NamedTuple):
     generations: Int64Array  # of these rows then
     sent: Sent | None  # their tokens and log-probabilities; None without rows
     likeliest: Told | None
+    prompts: list[ScoredTokens]
     version: int  # of the weights
     branches: list[tuple[int, Sample]]  # (row of the logits, branch of a beam search)
     logits: Tensor | None  # of a step with branches
@@ -158,6 +167,9 @@ class TokenSteps:
         """Preempt all running samples after an error; results of earlier steps are read first."""
         with contextlib.suppress(Exception):
             self._collect_all()
+        for sample in self._scheduler.unfinished:
+            if sample.scores is not None and len(sample.scores.rows) < len(sample.prompt) - 1:
+                sample.scores.lose()
         with contextlib.suppress(Exception):
             self._runner.wait()  # kernels may still write to the memory of dropped results
         self._scheduler.preempt_all()
@@ -196,6 +208,7 @@ class TokenSteps:
             generations=self._rows.generation[rows],
             sent=self._runner.sample(logits, at, rows) if len(rows) else None,
             likeliest=self._likeliest(logits, at, rows),
+            prompts=self._score(step),
             version=self._store.last_version,
             branches=branches,
             logits=logits if branches else None,
@@ -209,6 +222,20 @@ class TokenSteps:
         if not len(places):
             return None
         return Told(places, self._runner.likeliest(logits, at[places], rows[places]))
+
+    def _score(self, step: Step) -> list[ScoredTokens]:
+        """Start to score the prompts of which this is asked."""
+        scored, place, states = [], len(step.rows), self._runner.take_states()
+        for chunk in step.chunks:
+            sample, first = chunk.sample, chunk.start
+            count = sample.params.prompt_logprobs
+            following = sample.prompt[first + 1 : first + chunk.length + 1]
+            if count is not None and following:
+                assert states is not None, "prompts are computed"
+                sent = self._runner.score(states, place, following, count)
+                scored.append(ScoredTokens(sample, first, sent))
+            place += chunk.length
+        return scored
 
     def _begin_answers(self, step: Step, prompts: PromptSource) -> list[tuple[int, int]]:
         """Fork the samples whose prompts are computed now; return (row of the logits, row)."""
@@ -224,6 +251,10 @@ class TokenSteps:
         """Wait for the tokens of a launched step, and add them to its samples."""
         if launched.routing is not None:
             launched.routing.arrive()
+        for sample, first, sent in launched.prompts:
+            assert sample.scores is not None
+            pairs = zip(*(part.tolist() for part in sent.arrays()), strict=True)
+            sample.scores.add(first, [list(zip(*pair, strict=True)) for pair in pairs])
         if launched.logits is not None:
             self._branch(launched.logits, launched.branches, launched.version)
         if launched.sent is not None:

@@ -306,7 +306,7 @@ class HostedRollout(EngineBase):
 _NATIVE = (
     "beam_width", "forced", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "top_logprobs",
-    "json_schema",
+    "json_schema", "prompt_logprobs",
 )  # fmt: skip
 
 

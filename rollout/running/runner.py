@@ -97,6 +97,7 @@ class ModelRunner:
         self._adapters, self.slots = adapters, torch.zeros_like(self.last_tokens)
         self._told_slots = np.zeros(len(self.slots), np.int64)  # what the device knows of `slots`
         self._replayed: _Replayed | None = None  # by the last forward
+        self._states: Tensor | None = None  # hidden states of its tokens, if it was no replay
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.recorder: RoutingRecorder | None = None
@@ -150,7 +151,7 @@ class ModelRunner:
         ids, positions, ends, shape = _pack(step)
         graphs = self.prompt_graphs
         if graphs is not None and len(positions) <= graphs.max_tokens and not step.loads:
-            hidden = graphs.replay(ids, positions, shape)
+            hidden = self._states = graphs.replay(ids, positions, shape)
             return self._logits(hidden, to_device(ends, self.device))
         slots = [step.decode_slots] if step.decode else []
         slots += [chunk.slots for chunk in step.chunks]
@@ -168,7 +169,7 @@ class ModelRunner:
         )
         tokens = torch.cat([self.last_tokens[at[3][: shape.num_decode]], at[0]])
         with row_invariant_products(self.device):
-            hidden = self.decoder(tokens, batch)
+            hidden = self._states = self.decoder(tokens, batch)
         return self._logits(hidden, at[2])
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
@@ -304,6 +305,35 @@ class ModelRunner:
             scale = torch.from_numpy(heat[part, None]).to(self.device)
             best.append(likeliest(self._chosen(logits, at[part]) / scale, count, choices))
         return to_host(*map(torch.cat, zip(*best, strict=True)))
+
+    def take_states(self) -> Tensor | None:
+        """Return the hidden states of the last forward's tokens, once; a decode graph has none."""
+        states, self._states = self._states, None
+        return states
+
+    @torch.inference_mode()
+    def score(self, states: Tensor, first: int, following: Sequence[int], count: int) -> Sent:
+        """Start to score tokens of a prompt, which the last forward has computed.
+
+        Args:
+            states: Hidden states of all tokens of the step.
+            first: Place of the token before them among all tokens of the step.
+            following: The tokens.
+            count: Number of likeliest tokens to add at each place.
+
+        Returns:
+            Tokens and log-probabilities [tokens, 1 + count], each token itself first.
+        """
+        own, parts = to_device(np.array(following), self.device), []
+        count = min(count, self.config.choices)
+        for start in range(0, len(following), _TOLD_AT_ONCE):
+            tokens = own[start : start + _TOLD_AT_ONCE, None]
+            at = torch.arange(len(tokens), device=self.device) + first + start
+            logits = self._logits(states, at).float()
+            best = likeliest(logits, count, self.config.choices)
+            values = torch.log_softmax(logits, dim=-1).gather(1, tokens)
+            parts.append((torch.cat([tokens, best[0]], 1), torch.cat([values, best[1]], 1)))
+        return to_host(*map(torch.cat, zip(*parts, strict=True)))
 
     def wait(self) -> None:
         """Wait until all that was launched has been computed, and experts have arrived."""

@@ -11,7 +11,7 @@ from memsaver.ops.hash import splitmix64_int
 from rollout.model.decoder import ModelConfig
 from rollout.requests import Output, SamplingParams, not_token_ids
 from rollout.scheduling.beam import check_vocabulary
-from rollout.scheduling.samples import BeamGroup, Sample
+from rollout.scheduling.samples import BeamGroup, PromptScores, Sample
 from rollout.scheduling.scheduler import Scheduler
 from rollout.weights.adapters import ServedAdapter
 
@@ -88,6 +88,7 @@ class OpenRequests:
         if seed is None:
             seed = splitmix64_int(splitmix64_int(self._seed) + self._count) >> 1
         ids, stop_ids = list(prompt), self._stop_ids(params)
+        scores = None if params.prompt_logprobs is None else PromptScores()
         samples = [
             Sample(
                 request=self._count,
@@ -98,6 +99,7 @@ class OpenRequests:
                 stop_ids=stop_ids,
                 adapter=adapter,
                 stream=stream and params.beam_width == 1,
+                scores=scores,
             )
             for i in range(max(params.n, params.beam_width))
         ]

@@ -51,6 +51,22 @@ class SampleRouting:
         return np.concatenate(self.parts) if self.parts else None
 
 
+@dataclass(eq=False)
+class PromptScores:
+    """Scores of a prompt's tokens but the first, by chunks as they come; all samples share them."""
+
+    rows: list[TokenScores] = field(default_factory=list)
+    attempt: int = 0  # number of losses, after which the prompt is computed anew
+
+    def add(self, first: int, rows: list[TokenScores]) -> None:
+        """Add the scores that follow token number `first`; known ones are not changed."""
+        self.rows += rows[len(self.rows) - first :]
+
+    def lose(self) -> None:
+        """Forget scores of which some were lost."""
+        self.rows, self.attempt = [], self.attempt + 1
+
+
 class NewTokens(Protocol):
     """Arrays by row of the request table that collect the new tokens of running samples."""
 
@@ -92,6 +108,7 @@ class Sample:
     swapped: Swapped | None = None  # keys and values on the host, while the sample waits for pages
     remote: bool = False  # whether another engine computes the prompt (`rollout.split`)
     routing: SampleRouting = field(default_factory=SampleRouting)
+    scores: PromptScores | None = None
     top: list[TokenScores] = field(default_factory=list)  # at each place, if it is told
     _output: list[int] = field(default_factory=list, init=False)
     _logprobs: list[float] = field(default_factory=list, init=False)
@@ -103,7 +120,12 @@ class Sample:
 
     @property
     def namespace(self) -> int | None:
-        """Return the key of its prefixes in the cache, equal for equal weights of adapters."""
+        """Return the key of its prefixes in the cache, equal for equal weights of adapters.
+
+        Prompts that are scored share with nobody, or their tokens would not be computed.
+        """
+        if self.scores is not None:
+            return -1 - (self.request << 8) - self.scores.attempt % 256
         return None if self.adapter is None else self.adapter.key
 
     @property
@@ -196,6 +218,7 @@ class Sample:
             error,
             self.score,
             self.top[first : self.told],
+            self.scores.rows if ended and self.scores is not None else None,
             self.routing.joined() if whole else None,
         )
 

@@ -72,6 +72,8 @@ class AnsweredSample:
         elif isinstance(self._asked.body, CompletionBody):
             choice["text"] = new
         choice |= {"logprobs": self._logprobs(output, offsets[:count]), "finish_reason": reason}
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [None, *map(self._by_id, output.prompt_logprobs)]
         if self._asked.body.return_token_ids:
             choice |= {"token_ids": ids, "weight_versions": output.weight_versions[:count]}
         self._offset += len(new)
@@ -128,6 +130,13 @@ class AnsweredSample:
 
     def _by_text(self, scores: TokenScores) -> dict[str, float]:
         return {self._asked.decode(token): value for token, value in scores}
+
+    def _by_id(self, scores: TokenScores) -> Json:
+        decode = self._asked.decode
+        return {
+            str(token): {"logprob": value, "decoded_token": decode(token)}
+            for token, value in scores
+        }
 
     def _place(self, text: str, logprob: float, scores: TokenScores) -> Json:
         best = [_scored(self._asked.decode(token), value) for token, value in scores]

@@ -11,7 +11,7 @@ from rollout.requests import SamplingParams
 _SAMPLING = (
     "temperature", "top_p", "min_p", "n", "seed", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "allowed_token_ids", "priority",
+    "allowed_token_ids", "priority", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ class SampledBody(BaseModel):
     logit_bias: dict[int, float] = Field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     priority: int = 0
+    prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False

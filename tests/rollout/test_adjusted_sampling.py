@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout import Completion, Engine, SamplingParams
+from rollout import Completion, Engine, KVTiers, SamplingParams
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.updates import tiny
 
@@ -139,9 +140,50 @@ def test_likeliest_tokens_are_those_of_the_model(kv_tokens: int, path: Path, dev
             assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("case", ["plain", "preempted", "tiers", "failing step"])
+def test_prompts_are_scored_as_by_the_model(
+    case: str, path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, beside others, of prompts that are cached, and with two samples each."""
+    tiers = KVTiers(host_ratio=2.0, preemption="swap") if case == "tiers" else None
+    sizes = {"kv_tokens": 96 if case in ("preempted", "tiers") else 1024, "max_prefill_tokens": 8}
+    engine = Engine.from_pretrained(path, device, page_size=4, tiers=tiers, **sizes)
+    engine.steps.depth = 1
+    engine.generate(PROMPTS, GREEDY)
+    if case == "failing step":
+        forward, steps = engine.runner.forward, itertools.count()
+
+        def failing(step: Any) -> Any:
+            if next(steps) == 2:
+                raise RuntimeError("the device failed")
+            return forward(step)
+
+        monkeypatch.setattr(engine.runner, "forward", failing)
+    scored = SamplingParams(max_tokens=24, n=2, seed=3)
+    params = [replace(scored, prompt_logprobs=count) for count in (0, 3, 500)]
+    before = engine.scheduler.preemptions
+    answers = engine.generate(PROMPTS, [*params, GREEDY, params[0]])
+    assert (engine.scheduler.preemptions > before) == (case != "plain")
+    for prompt, own, samples in zip(PROMPTS, [*params, GREEDY, params[0]], answers, strict=True):
+        for sample in samples:
+            if own is GREEDY:
+                assert sample.prompt_logprobs is None
+                continue
+            with torch.no_grad():
+                scores = torch.log_softmax(tiny(0)(torch.tensor([prompt])).logits[0].float(), -1)
+            assert sample.prompt_logprobs is not None
+            assert [row[0][0] for row in sample.prompt_logprobs] == prompt[1:]
+            for place, row in enumerate(sample.prompt_logprobs):
+                best = scores[place].topk(min(own.prompt_logprobs or 0, 199))
+                assert [token for token, _ in row[1:]] == best.indices.tolist()
+                wanted = [float(scores[place, prompt[place + 1]]), *best.values.tolist()]
+                assert [value for _, value in row] == pytest.approx(wanted, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1 must be"),
         ({"top_logprobs": -1}, "top_logprobs=-1 must be"),
         ({"beam_width": 2, "temperature": 0, "top_logprobs": 2}, "beam_width=2 ranks by"),
         ({"min_p": 1.5}, r"min_p=1.5 must be in \[0, 1\]"),

@@ -73,11 +73,12 @@ def test_streams_tell_the_answers_of_the_engine(served: Served) -> None:
             parts.setdefault(choice.index, []).extend(choice.token_ids)  # type: ignore[attr-defined]
     assert [parts[index] for index in range(4)] == ids
     assert whole.usage is not None and whole.usage.total_tokens == 5 + 80
-    generated = httpx.post(
-        f"{served.url}/inference/v1/generate",
-        json={"token_ids": prompts[0], "max_tokens": 20, "n": 2, "seed": 7, "top_p": 0.9},
-        headers=headers(),
-    ).json()
+    sent = {"token_ids": prompts[0], "max_tokens": 20, "n": 2, "seed": 7, "top_p": 0.9}
+    sent["prompt_logprobs"] = 1
+    url = f"{served.url}/inference/v1/generate"
+    generated = httpx.post(url, json=sent, headers=headers()).json()
+    first, *scores = generated["choices"][0]["prompt_logprobs"]
+    assert first is None and [next(iter(score)) for score in scores] == ["71", "72"]
     assert [choice["token_ids"] for choice in generated["choices"]] == ids[:2]
     assert generated["choices"][0]["weight_versions"] == [0] * 20
 
