@@ -99,16 +99,14 @@ class AnsweredSample:
 
     def _settled(self, now: AnswerMessage) -> dict[str, str]:
         """Return the texts of a message that later tokens do not change."""
-        content, reasoning, stops = now.content, now.reasoning or "", self._asked.body.stops
+        stops, texts = self._asked.body.stops, {"reasoning_content": now.reasoning or ""}
         if self.ended:
-            content = "".join([content, *now.unread])
-            return {
-                "reasoning_content": reasoning,
-                "content": content[: first_stop(content, stops)],
-            }
-        content, reasoning = content.rstrip(_OPEN), reasoning.rstrip(_OPEN)
+            texts["content"] = "".join([now.content, *now.unread])
+            return {name: text[: first_stop(text, stops)] for name, text in texts.items()}
+        texts["content"] = now.content
         held = max([1, *map(len, stops)]) - 1
-        return {"reasoning_content": reasoning, "content": content[: len(content) - held]}
+        whole = {name: text.rstrip(_OPEN) for name, text in texts.items()}
+        return {name: text[: max(len(text) - held, 0)] for name, text in whole.items()}
 
     def _logprobs(self, output: Output | Completion, offsets: Sequence[int]) -> Json | None:
         """Return the log-probabilities of the tokens that begin at `offsets`, if asked for."""

@@ -74,7 +74,8 @@ def make_app(
     server = _Server(engine, chat, options)
     off: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(title="memsaver", max_body_size=options.max_body_bytes, **off)
-    for error in (RequestValidationError, StarletteHTTPException, ValueError, Exception):
+    expected = (RequestValidationError, StarletteHTTPException, ValueError, StateError, QueueFull)
+    for error in (*expected, Exception):  # servers log the traceback of the last
         app.add_exception_handler(error, _failed)
     keyed = [Depends(_needs(options.keys))]
     app.include_router(server.model_routes(), dependencies=keyed)
@@ -325,10 +326,10 @@ async def _disconnected(request: Request) -> None:
 # ---------------------------------------------------------------- who may ask, and errors
 
 
-def _needs(keys: Collection[str]) -> Callable[[Request], None]:
+def _needs(keys: Collection[str]) -> Callable[[Request], Awaitable[None]]:
     """Return a check that a request has one of the keys; no keys: any request passes."""
 
-    def check(request: Request) -> None:
+    async def check(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
         known = [hmac.compare_digest(given, key.encode()) for key in keys]
         if keys and not any(known):

@@ -144,6 +144,13 @@ def test_tool_calls_and_thoughts_are_told_in_streams_as_in_whole(tmp_path: Path)
             ]
             pieces: list[Any] = [chunk.choices[0] for chunk in chunks]
             assert [*chain.from_iterable(piece.token_ids for piece in pieces)] == ids
+            for stream in (False, True):
+                cut: Any = client.chat.completions.create(**asked, stop=["dd.", "x"], stream=stream)
+                pieces = [*cut] if stream else [cut]
+                told = [part for piece in pieces for part in piece.choices]
+                texts = [part.delta if stream else part.message for part in told]
+                assert "".join(text.content or "" for text in texts) == "I a"
+                assert told[-1].finish_reason == "stop" and not texts[-1].tool_calls
             none = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
             assert none.tool_calls is None and CALL in (none.content or "")
 
@@ -191,6 +198,21 @@ def test_large_bodies_are_refused_before_they_are_held(served: Served) -> None:
     for body in ({"prompt": "a" * (1 << 16)}, {"messages": ["a" * 9999] * 9}):
         sent = {"content": json.dumps(body), "headers": headers()}
         assert httpx.post(f"{served.url}/v1/completions", **sent).status_code == 413  # type: ignore[arg-type]
+
+
+def test_sessions_are_told_to_the_engines(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    submit = served.shared.submit
+
+    def noting(prompt: Any, params: Any, session: Any) -> Any:
+        told.append(session)
+        return submit(prompt, params, session)
+
+    monkeypatch.setattr(served.shared, "submit", noting)
+    for place in ("", "/sessions/a b"):
+        client = openai.OpenAI(base_url=f"{served.url}{place}/v1", api_key=API, max_retries=0)
+        client.completions.create(model="m", prompt="a", max_tokens=2)
+    assert told == [None, "a b"]
 
 
 def test_keys_are_needed_and_pauses_need_another(served: Served) -> None:
