@@ -643,6 +643,34 @@ BUGS = [
         "launched.branches or self._rows.looking_back[launched.rows].any()",
         "launched.branches",
     ),
+    Bug(
+        "a stop string is told where it comes in two parts",
+        "rollout/server/text.py",
+        "rollout/server/test_answer_text.py",
+        "max((_begun(text, stop) for stop in self._stop), default=0)",
+        "0",
+    ),
+    Bug(
+        "scores of a prompt are added again when it is computed again",
+        "rollout/scheduling/samples.py",
+        "rollout/test_adjusted_sampling.py",
+        "self.rows += rows[len(self.rows) - first :]",
+        "self.rows += rows",
+    ),
+    Bug(
+        "a prompt that is scored begins with pages of the prefix cache",
+        "rollout/scheduling/samples.py",
+        "rollout/test_adjusted_sampling.py",
+        "            return -1 - (self.request << 8) - self.scores.attempt % 256\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a sync waits for the answers that are sampled ahead",
+        "recipes/arguments.py",
+        "recipes/test_ray_runs.py",
+        '"in_flight": "keep" if recipe.loop.max_staleness else "refuse"',
+        '"in_flight": "refuse"',
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Actors that die or kill at a chosen moment, and a wait for processes to end."""
+"""Actors that die, kill or wait at a chosen moment, and a wait for processes to end."""
 
 from __future__ import annotations
 
@@ -55,6 +55,37 @@ def killing_trainer() -> type[TrainerActor]:
                 return self.held.sync_weights(version)
 
     return Killing
+
+
+def meeting_actors(begun: Path, first: int) -> tuple[type[TrainerActor], type[RolloutActor]]:
+    """Return a trainer whose sync of version 2 meets the running requests from `first` on.
+
+    The engine computes a token of them, and then waits until the sync has begun and is noted in
+    `begun`. The classes are local, so that they are pickled by value.
+    """
+
+    class Noting(TrainerActor):
+        def sync_weights(self, version: int, **how: Any) -> SyncReceipt:
+            if version == 2:
+                begun.touch()
+            return self.held.sync_weights(version, **how)
+
+    class Waiting(RolloutActor):
+        def build(self, *args: Any) -> None:
+            super().build(*args)
+            engine: Any = self.held
+            usual, steps = engine.step, itertools.count()
+
+            def step() -> Any:
+                late = min(engine.unfinished, default=0) >= first
+                if late and not begun.exists() and next(steps) >= 2:
+                    time.sleep(0.005)
+                    return []  # other calls go on
+                return usual()
+
+            engine.step = step
+
+    return Noting, Waiting
 
 
 def dying_engine(flag: Path, rank: int = 0) -> type[RolloutActor]:

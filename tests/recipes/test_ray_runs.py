@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from tests.helpers.dying_actors import dying_engine, dying_trainer, wait_gone
+from tests.helpers.dying_actors import dying_engine, dying_trainer, meeting_actors, wait_gone
 from tests.helpers.exports import contents
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.recipes.tiny_runs import (
@@ -220,26 +220,30 @@ def test_engine_apart_samples_while_the_trainer_learns(
 ) -> None:
     """The prompts are those of a run in turn, versions at most one older; a lost engine ends it."""
     folder, flag = tmp_path / "run", tmp_path / "flag"
-    monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", dying_engine(flag))
-    words = [*SMALL, "driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false"]
-    words += ["loop.max_staleness=1", "checkpoint.every=1", "steps=3"]
+    trainer, engine = meeting_actors(tmp_path / "begun", first=8)
+    monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", engine)
+    opened = functools.partial(open_ray, trainer_actor=trainer)
+    monkeypatch.setattr("recipes.arguments.open_ray", opened)
+    words = [*SMALL, "driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false", "steps=3"]
+    words += ["loop.max_staleness=1", "checkpoint.every=1", "eval.every=0"]
     with without_pictures():
         assert main(["run", "tiny", *words, "--run-dir", str(folder)]) == 0
         ray_cluster.wait_free()
         flag.touch()
+        monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", dying_engine(flag))
         assert main(["run", "--resume", str(folder), "steps=9"]) == 1
     assert "ActorDied: the rollout[1] actor died in " in capsys.readouterr().err
     stale = [row["staleness"] for row in rows(folder, "train", until=3)]
     assert stale[0] == 0 and all(0 < age <= 1 for age in stale[1:])
     lines = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
     ours = [line for line in lines if line["kind"] == "train" and line["step"] <= 3]
-    alone = make_run("tiny", *SMALL, "steps=3")
+    alone = make_run("tiny", *SMALL, "steps=3", "eval.every=0")
     lines = map(json.loads, (alone / "samples.jsonl").read_text().splitlines())
     theirs = [line for line in lines if line["kind"] == "train"]
     assert [line["prompt"] for line in ours] == [line["prompt"] for line in theirs]
-    for line in ours:
-        versions = {version for version, _ in line["weight_versions"]}
-        assert versions <= {line["step"] - 1, line["step"]}
+    pairs = [(line["step"], {version for version, _ in line["weight_versions"]}) for line in ours]
+    assert all(versions <= {step - 1, step} for step, versions in pairs)
+    assert (2, {1, 2}) in pairs  # new weights came in the middle of an answer
 
 
 def marked(mark: str) -> list[str]:
