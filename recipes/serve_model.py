@@ -79,22 +79,21 @@ def _front(service: Service, folder: Path) -> tuple[Any, Any]:
     """Return the chat format, and the options of the application but for its longest context."""
     try:
         from rollout.server import ChatFormat, ServerOptions
+
+        with quiet_transformers():
+            chat = ChatFormat.of(folder, service.tool_format)
     except ImportError as error:
         missing = f"{error.name} is missing; pip install 'memsaver[serve]'"
         raise RecipeError(f"serve: {missing}") from error
-    with quiet_transformers():
-        try:
-            chat = ChatFormat.of(folder, service.tool_format)
-        except ValueError as error:
-            raise RecipeError(f"serve {service.model}: {one_line(error)}") from error
+    except ValueError as error:
+        raise RecipeError(f"serve {service.model}: {one_line(error)}") from error
     keys = _keys("--api-key-file", service.api_keys)
     admin = _keys("--admin-key-file", service.admin_keys)
     if not keys and not _is_loopback(service.host):
         rule = "is not this machine alone, and anyone who reaches it could ask"
         raise RecipeError(f"--host {service.host}: {rule}; give --api-key-file")
-    name = service.name or service.model
     return chat, ServerOptions(
-        model=name,
+        model=service.name or service.model,
         max_context_len=1,
         adapters=tuple(service.adapters),
         keys=keys,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from memsaver import StateError
@@ -177,7 +178,10 @@ class _Rank:
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Any]] = {}
         self._streams: dict[int, OnOutput] = {}  # of some of these
-        self._lock = threading.Lock()  # of the calls and their order in the channel
+        self._dead = False
+        self._outbox: SimpleQueue[bytes] = SimpleQueue()
+        self._lock = threading.Lock()  # of all but the channel
+        threading.Thread(target=self._send, daemon=True, name="calls").start()
         threading.Thread(target=self._receive, daemon=True, name="answers").start()
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -200,8 +204,7 @@ class _Rank:
 
     def tell(self, method: str, *args: Any) -> None:
         """Make a call that has no answer."""
-        with self._lock:
-            self._send(pickle.dumps((None, method, args, {})))
+        self._outbox.put(pickle.dumps((None, method, args, {})))
 
     def _ask(
         self,
@@ -213,22 +216,22 @@ class _Rank:
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
-            message = pickle.dumps((number, method, args, kwargs))
+            self._outbox.put(pickle.dumps((number, method, args, kwargs)))
             self._asked[number] = future
             if on_output is not None:
                 self._streams[number] = on_output
-            sent = self._send(message)
-        if not sent:
+            dead = self._dead
+        if dead:
             self._fail()
         return future
 
-    def _send(self, message: bytes) -> bool:
-        """Send a message, and return whether the process was there."""
+    def _send(self) -> None:
+        """Send all calls; whoever makes them does not wait while the process reads nothing."""
         try:
-            self._channel.send_bytes(message)
+            while message := self._outbox.get():
+                self._channel.send_bytes(message)
         except OSError:
-            return False
-        return True
+            self._fail()
 
     def _receive(self) -> None:
         while True:
@@ -241,7 +244,10 @@ class _Rank:
                 self._deliver(*answer)
                 continue
             self._streams.pop(number, None)
-            settle(self._asked.pop(number), partial(_unpacked, good, answer))
+            with self._lock:
+                future = self._asked.pop(number, None)
+            if future is not None:  # it has not failed with the process
+                settle(future, partial(_unpacked, good, answer))
 
     def _deliver(self, news: Sequence[tuple[int, Output]], busy_seconds: float) -> None:
         for number, output in news:
@@ -253,7 +259,8 @@ class _Rank:
         self.process.join(_EXIT_SECONDS)  # its end of the channel is closed
         error = self._ended()
         with self._lock:
-            asked, self._asked = [*self._asked.values()], {}
+            asked, self._asked, self._dead = [*self._asked.values()], {}, True
+        self._outbox.put(b"")  # ends the thread that sends
         for future in asked:
             fail(future, error)
 
