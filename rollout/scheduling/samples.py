@@ -60,6 +60,7 @@ class PromptScores:
 
     def add(self, first: int, rows: list[TokenScores]) -> None:
         """Add the scores that follow token number `first`; known ones are not changed."""
+        assert first <= len(self.rows), "scores were lost"
         self.rows += rows[len(self.rows) - first :]
 
     def lose(self) -> None:
