@@ -114,7 +114,7 @@ def test_ranks_answer_and_stream_together_and_end_together(tmp_path: Path) -> No
 
     try:
         ask()
-        asyncio.run(asyncio.wait_for(use(), 60))
+        asyncio.run(asyncio.wait_for(use(), 180))
     finally:
         ranks.close()
 
