@@ -130,7 +130,7 @@ class SampledBody(BaseModel):
         default = room if self.shortest is None else min(self.shortest, room)
         return SamplingParams(
             **{name: getattr(self, name) for name in _SAMPLING},
-            top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,  # -1: vLLM's "off"
+            top_k=0 if self.top_k == -1 else self.top_k,  # -1: vLLM's "off"
             max_tokens=max(default, 1) if self.max_tokens is None else self.max_tokens,
             top_logprobs=self.likeliest or 0,
             json_schema=self.schema_text,
