@@ -114,7 +114,7 @@ async def stream(port: int, prompt: list[int], answer: int) -> list[float]:
 
 
 async def clients(port: int, given: list[list[int]], answer: int) -> dict[str, float]:
-    """Ask for all completions at once, some times."""
+    """Return the medians of asking for all completions at once, several times."""
     seconds, gaps, firsts = [], list[float](), []
     for number in range(PASSES + 1):
         began = time.perf_counter()

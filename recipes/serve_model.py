@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -70,13 +70,13 @@ def serve_model(service: Service) -> None:
     """
     folder = find_model(service.model)
     config = _engine_config(service)
-    app_parts = _front(service, folder)
+    front = _front(service, folder)
     with _listening(service) as listener, _engine(service, folder, config) as ranks:
-        asyncio.run(_serve(service, ranks, listener, *app_parts))
+        asyncio.run(_serve(service, ranks, listener, *front))
 
 
-def _front(service: Service, folder: Path) -> tuple[Any, Any]:
-    """Return the chat format, and the options of the application but for its longest context."""
+def _front(service: Service, folder: Path) -> tuple[Any, Callable[..., Any]]:
+    """Return the chat format, and what makes the options from the longest context."""
     try:
         from rollout.server import ChatFormat, ServerOptions
 
@@ -92,9 +92,9 @@ def _front(service: Service, folder: Path) -> tuple[Any, Any]:
     if not keys and not _is_loopback(service.host):
         rule = "is not this machine alone, and anyone who reaches it could ask"
         raise RecipeError(f"--host {service.host}: {rule}; give --api-key-file")
-    return chat, ServerOptions(
+    return chat, partial(
+        ServerOptions,
         model=service.name or service.model,
-        max_context_len=1,
         adapters=tuple(service.adapters),
         keys=keys,
         admin_keys=admin,
@@ -167,19 +167,15 @@ def _engine(service: Service, folder: Path, config: Mapping[str, Any]) -> Iterat
     device = service.device or ("cuda" if torch.cuda.is_available() else "cpu")
     make = partial(_rank, str(folder), device, dict(config))
     print(f"loading {service.model} ...", flush=True)
-    ranks = None
-    try:
-        ranks = RankProcesses(make, config["tensor_parallel_size"])
-        for name, path in service.adapters.items():
-            ranks.call("load_adapter", path, name)
-    except Exception as error:
-        if ranks is not None:
-            ranks.close()
-        raise RunError("start of the engine", one_line(error)) from error
-    try:
+    with contextlib.ExitStack() as undo:
+        try:
+            ranks = RankProcesses(make, config["tensor_parallel_size"])
+            undo.callback(ranks.close)
+            for name, path in service.adapters.items():
+                ranks.call("load_adapter", path, name)
+        except Exception as error:
+            raise RunError("start of the engine", one_line(error)) from error
         yield ranks
-    finally:
-        ranks.close()
 
 
 def _rank(path: str, device: str, config: Mapping[str, Any], rank: int) -> RolloutActor:
@@ -190,15 +186,20 @@ def _rank(path: str, device: str, config: Mapping[str, Any], rank: int) -> Rollo
 
 
 async def _serve(
-    service: Service, ranks: RankProcesses, listener: socket.socket, chat: Any, options: Any
+    service: Service,
+    ranks: RankProcesses,
+    listener: socket.socket,
+    chat: Any,
+    options_of: Callable[..., Any],
 ) -> None:
     import uvicorn
 
     from rollout.server import make_app
 
     longest = ranks.call("max_context_len")[0]
+    options = options_of(max_context_len=longest)
     async with AsyncEngine(ranks, service.max_waiting) as shared:
-        app = make_app(shared, chat, replace(options, max_context_len=longest))
+        app = make_app(shared, chat, options)
         how: Any = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE_SECONDS}
         server = uvicorn.Server(uvicorn.Config(app, **how))
         watching = asyncio.create_task(_watch(shared, server))

@@ -5,7 +5,6 @@ that update came while they ran, so their later tokens are sampled by the weight
 """
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -24,12 +23,12 @@ class Ahead:
     """The answers that are being sampled, of one step at most.
 
     Args:
-        generate: Returns the answers of a step, from its number and the number of prompts that the
+        draw: Samples the answers of a step, from its number and the number of prompts that the
             steps before have drawn; called in a thread.
     """
 
-    def __init__(self, generate: Callable[[int, int], Samples]) -> None:
-        self._generate = generate
+    def __init__(self, draw: Callable[[int, int], Drawn]) -> None:
+        self._draw = draw
         self._begun: dict[int, Future[Drawn]] = {}  # by step
 
     def begin(self, step: int, drawn: int) -> None:
@@ -46,10 +45,7 @@ class Ahead:
         return None if future is None else future.result()
 
     def _run(self, future: Future[Drawn], step: int, drawn: int) -> None:
-        began = time.monotonic()
         try:
-            samples = self._generate(step, drawn)
+            future.set_result(self._draw(step, drawn))
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(Drawn(samples, time.monotonic() - began))

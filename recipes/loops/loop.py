@@ -87,7 +87,7 @@ class Loop(abc.ABC):
     def __post_init__(self) -> None:
         self._saved = self.updates  # step of the newest checkpoint, which may be being written
         self._saving = False
-        self._ahead, self._staleness = Ahead(self._generate_beside), 0.0
+        self._ahead, self._staleness = Ahead(self._draw_beside), 0.0
 
     @staticmethod
     @abc.abstractmethod
@@ -213,7 +213,7 @@ class Loop(abc.ABC):
             with self.sink.phase("prefetch"):
                 self.cycle.prefetch()
         with self.stage("generate_sequences"):
-            samples, seconds = self._ahead.take(step) or self._generated(step, places)
+            samples, seconds = self._ahead.take(step) or self._draw(step, self.drawn, places)
         self.sampling_seconds += seconds
         if self.setup.recipe.loop.max_staleness:
             self._sample_ahead(step, samples)
@@ -227,9 +227,9 @@ class Loop(abc.ABC):
 
         return samples, scoring
 
-    def _generated(self, step: int, places: range) -> Drawn:
+    def _draw(self, step: int, drawn: int, places: range, **how: Any) -> Drawn:
         started = time.monotonic()
-        samples = generate_sequences(self.rollout, self.setup, step, self.drawn, places)
+        samples = generate_sequences(self.rollout, self.setup, step, drawn, places, **how)
         return Drawn(samples, time.monotonic() - started)
 
     def _sample_ahead(self, step: int, samples: Samples) -> None:
@@ -239,11 +239,10 @@ class Loop(abc.ABC):
         if step < self.setup.recipe.steps:
             self._ahead.begin(step + 1, self.drawn + self.setup.recipe.prompts_per_step)
 
-    def _generate_beside(self, step: int, drawn: int) -> Samples:
+    def _draw_beside(self, step: int, drawn: int) -> Drawn:
         """Return the answers of a step, which are sampled during the step before."""
-        places = range(self.setup.recipe.prompts_per_step)
         # A sync may begin before the engines have accepted the requests.
-        return generate_sequences(self.rollout, self.setup, step, drawn, places, asleep="queue")
+        return self._draw(step, drawn, range(self.setup.recipe.prompts_per_step), asleep="queue")
 
     def update_actor(
         self, batch: SequenceBatch, parts: Sequence[Sequence[int]]

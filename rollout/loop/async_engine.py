@@ -356,15 +356,9 @@ class AsyncEngine:
 
     def _have_read(self, events: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
-        took = self._read_by(events)
+        took = now - self._reading.pop(events, now)
         self._read_seconds, self._read_at = max(took, 0.9 * self._read_seconds), now
-
-    def _read_by(self, events: asyncio.AbstractEventLoop) -> float:
-        """Note that an event loop has read all news, and return how long it took."""
-        now = time.monotonic()
-        began = self._reading.pop(events, now)
         self._confirm()
-        return now - began
 
     def _confirm(self) -> None:
         """Ask other processes for more once all news are read."""

@@ -266,7 +266,7 @@ class _Rank:
 
 
 class _Replies:
-    """What the process of a rank sends back: answers to calls, and outputs before them.
+    """The calls in the process of a rank, whose answers it sends back, and outputs before them.
 
     Outputs and answers keep their order, whatever thread they come from.
     """
@@ -276,9 +276,32 @@ class _Replies:
         self._lock = threading.Lock()  # of the channel and the news
         self._news: list[tuple[int, Output]] = []
         self.unread = False  # whether news were sent since `have_read`
-        self.asked: dict[int, Future[Any]] = {}  # requests
+        self._asked: dict[int, Future[Any]] = {}  # requests
 
-    def add(self, number: int, output: Output) -> None:
+    def begin(
+        self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        """Begin a call, and return its answer."""
+        actor = self._actor
+        if method == "submit":
+            prompt, params, stream, asleep = args
+            told = partial(self._add, number) if stream else None
+            self._asked[number] = actor.first_loop.submit(prompt, params, told, asleep)
+            return self._asked[number]
+        if method in ("pause_generation", "resume_generation"):
+            future: Future[Any] = getattr(actor.first_loop, method)(*args)
+            return future
+        future = actor.begin(method, *args, **kwargs)
+        if method == "build":
+            gc.freeze()  # a pass over all that was imported takes longer than a step
+        return future
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """End requests; those that have ended are left alone."""
+        known = [self._asked[number] for number in numbers if number in self._asked]
+        self._actor.first_loop.abort(*known)
+
+    def _add(self, number: int, output: Output) -> None:
         with self._lock:
             self._news.append((number, output))
 
@@ -288,7 +311,7 @@ class _Replies:
             self._send_news()
 
     def answer(self, number: int, future: Future[Any]) -> None:
-        self.asked.pop(number, None)
+        self._asked.pop(number, None)
         message = pickle.dumps((number, *_packed(future)))
         with self._lock:
             self._send_news()
@@ -335,32 +358,7 @@ def _run(channel: Connection, make: Callable[[int], LoopActor], rank: int) -> No
         if method == "have_read":
             replies.unread = False
         elif method == "abort":
-            actor.first_loop.abort(
-                *[replies.asked[known] for known in args if known in replies.asked]
-            )
+            replies.abort(args)
         else:
-            future = _begin(actor, replies, number, method, args, kwargs)
+            future = replies.begin(number, method, args, kwargs)
             future.add_done_callback(partial(replies.answer, number))
-
-
-def _begin(
-    actor: LoopActor,
-    replies: _Replies,
-    number: int,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Future[Any]:
-    """Begin a call, and return its answer."""
-    if method == "submit":
-        prompt, params, stream, asleep = args
-        told = partial(replies.add, number) if stream else None
-        replies.asked[number] = actor.first_loop.submit(prompt, params, told, asleep)
-        return replies.asked[number]
-    if method in ("pause_generation", "resume_generation"):
-        future: Future[Any] = getattr(actor.first_loop, method)(*args)
-        return future
-    future = actor.begin(method, *args, **kwargs)
-    if method == "build":
-        gc.freeze()  # a pass over all that was imported takes longer than a step
-    return future

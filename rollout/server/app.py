@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
 from memsaver import StateError
-from memsaver.types import check_choice
 from rollout.loop import AsyncEngine, AsyncReplicas, QueueFull, TokenStream
 from rollout.loop.engine_loop import PauseMode
 from rollout.requests import Completion, Output, SamplingParams
@@ -141,7 +140,6 @@ class _Server:
         return await self._answer(request, body, [body.token_ids], "token_completion", session)
 
     async def pause(self, mode: PauseMode = "keep") -> Json:
-        check_choice("mode", mode, PauseMode)
         self._paused = True
         await self._engine.pause_generation(mode)
         return {"paused": True}

@@ -63,7 +63,7 @@ class SampledBody(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    shortest: ClassVar[int | None] = 16  # tokens of an answer by default; None: all that fit
+    usual_tokens: ClassVar[int | None] = 16  # of an answer without max_tokens; None: all that fit
 
     model: str | None = None
     max_tokens: int | None = None
@@ -127,7 +127,7 @@ class SampledBody(BaseModel):
         Raises:
             ValueError: Names a value that is out of range.
         """
-        default = room if self.shortest is None else min(self.shortest, room)
+        default = room if self.usual_tokens is None else min(self.usual_tokens, room)
         return SamplingParams(
             **{name: getattr(self, name) for name in _SAMPLING},
             top_k=0 if self.top_k == -1 else self.top_k,  # -1: vLLM's "off"
@@ -166,7 +166,7 @@ class CompletionBody(SampledBody):
 class ChatBody(SampledBody):
     """A request for the next message of a conversation."""
 
-    shortest: ClassVar[int | None] = None
+    usual_tokens: ClassVar[int | None] = None
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

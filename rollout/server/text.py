@@ -116,7 +116,8 @@ class ChatFormat:
         shown = (name for mark, name in _MARKS.items() if mark in template)
         self.tool_format = tool_format or next(shown, None)
         self.thinks = "</think>" in template
-        self._renderer({})  # raises for an unknown format
+        # By whether tool calls are read. An unknown format is refused here.
+        self._readers = {calls: self._renderer({}, calls) for calls in (False, True)}
 
     @classmethod
     def of(cls, path: str | Path, tool_format: str | None = None) -> Self:
@@ -178,9 +179,9 @@ class ChatFormat:
             prompt_ids: Its prompt, which may begin its thoughts.
             tools: The tools; without any, calls are text.
         """
-        renderer = self._renderer({}, calls=bool(tools))
         given = [dict(tool) for tool in tools] or None
-        parsed = renderer.parse_response([*token_ids], tools=given, prompt_ids=[*prompt_ids])
+        reader = self._readers[bool(tools)]
+        parsed = reader.parse_response([*token_ids], tools=given, prompt_ids=[*prompt_ids])
         calls = [call for call in parsed.tool_calls if call.status == "ok"]
         return AnswerMessage(
             content=parsed.content,
