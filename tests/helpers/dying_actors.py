@@ -57,18 +57,12 @@ def killing_trainer() -> type[TrainerActor]:
     return Killing
 
 
-def meeting_actors(begun: Path, first: int) -> tuple[type[TrainerActor], type[RolloutActor]]:
-    """Return a trainer whose sync of version 2 meets the running requests from `first` on.
+def waiting_engine(first: int, version: int) -> type[RolloutActor]:
+    """Return an actor class that computes two steps of requests from `first` on, and then waits.
 
-    The engine computes a token of them, and then waits until the sync has begun and is noted in
-    `begun`. The classes are local, so that they are pickled by value.
+    They go on when the engine serves a version; meanwhile other calls do. The class is local, so
+    that it is pickled by value.
     """
-
-    class Noting(TrainerActor):
-        def sync_weights(self, version: int, **how: Any) -> SyncReceipt:
-            if version == 2:
-                begun.touch()
-            return self.held.sync_weights(version, **how)
 
     class Waiting(RolloutActor):
         def build(self, *args: Any) -> None:
@@ -78,14 +72,14 @@ def meeting_actors(begun: Path, first: int) -> tuple[type[TrainerActor], type[Ro
 
             def step() -> Any:
                 late = min(engine.unfinished, default=0) >= first
-                if late and not begun.exists() and next(steps) >= 2:
+                if late and engine.weights_version < version and next(steps) >= 2:
                     time.sleep(0.005)
-                    return []  # other calls go on
+                    return []
                 return usual()
 
             engine.step = step
 
-    return Noting, Waiting
+    return Waiting
 
 
 def dying_engine(flag: Path, rank: int = 0) -> type[RolloutActor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import main
-from tests.helpers.dying_actors import dying_engine, dying_trainer, meeting_actors, wait_gone
+from tests.helpers.dying_actors import dying_engine, dying_trainer, wait_gone, waiting_engine
 from tests.helpers.exports import contents
 from tests.helpers.ray_cluster import RayCluster, until
 from tests.helpers.recipes.tiny_runs import (
@@ -220,10 +220,8 @@ def test_engine_apart_samples_while_the_trainer_learns(
 ) -> None:
     """The prompts are those of a run in turn, versions at most one older; a lost engine ends it."""
     folder, flag = tmp_path / "run", tmp_path / "flag"
-    trainer, engine = meeting_actors(tmp_path / "begun", first=8)
+    engine = waiting_engine(first=8, version=2)  # the requests of step 2 wait for its sync
     monkeypatch.setattr("trainer_bridge.coordinator.RolloutRankActor", engine)
-    opened = functools.partial(open_ray, trainer_actor=trainer)
-    monkeypatch.setattr("recipes.arguments.open_ray", opened)
     words = [*SMALL, "driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false", "steps=3"]
     words += ["loop.max_staleness=1", "checkpoint.every=1", "eval.every=0"]
     with without_pictures():
