@@ -1,10 +1,11 @@
 """An `AsyncEngine` against blocking calls of the same engine: throughput, gaps, interrupts.
 
 `make bench-rollout`, at the Qwen2.5-0.5B shape. 256 requests at once, blocking and as streams that
-coroutines of the same process read: tokens a second, and the times between two pieces of a stream.
-The first token of an arrival beside 255 streams. Then 64 samples are interrupted by a sleep, once
-with their keys and values kept on the host and once computed again: from the sleep to the next
-token, and whether the answers are those without an interrupt.
+coroutines of the same process read: tokens a second, and the times between two pieces of a stream
+once all have begun. The first token of an arrival beside 255 streams. Then 64 samples are
+interrupted by a sleep, by an engine that keeps their keys and values on the host, and by one that
+computes them again: from the sleep to the next token of all, and whether the answers are those
+without an interrupt.
 
     python -m benchmarks.bench_async --shape qwen2.5-7b
 """
@@ -59,13 +60,23 @@ async def as_answers(engine: Engine, given: list[list[int]], params: SamplingPar
 async def late_arrival(engine: Engine, given: list[list[int]], params: SamplingParams) -> float:
     """Return the seconds to the first token of a request that arrives beside the others."""
     async with AsyncEngine(engine) as shared:
-        readers = [asyncio.create_task(read(shared.submit(prompt, params))) for prompt in given[1:]]
-        await asyncio.sleep(0.3)
+        others = [shared.submit(prompt, params) for prompt in given[1:]]
+        await asyncio.gather(*(anext(stream) for stream in others))
+        readers = [asyncio.create_task(read(stream)) for stream in others]
         began = time.perf_counter()
         await anext(shared.submit(given[0], params))
         seconds = time.perf_counter() - began
         await asyncio.gather(*readers)
         return seconds
+
+
+def gaps_after_begin(times: list[list[float]]) -> list[float]:
+    """Return the seconds between two pieces of a stream, once every stream has had its first."""
+    begun = max(pieces[1] for pieces in times)
+    gaps = list[float]()
+    for pieces in times:
+        gaps += [then - first for first, then in pairwise(pieces) if first >= begun]
+    return gaps
 
 
 def throughput(engine: Engine, given: list[list[int]], params: SamplingParams) -> dict[str, float]:
@@ -81,8 +92,7 @@ def throughput(engine: Engine, given: list[list[int]], params: SamplingParams) -
             blocking.append(blocked)
             answered.append(whole)
             streamed.append(seconds)
-            for pieces in times:
-                gaps += [then - first for first, then in pairwise(pieces[1:])]
+            gaps += gaps_after_begin(times)
             firsts.append(asyncio.run(late_arrival(engine, given, params)))
     tokens = len(given) * params.max_tokens
     steps = statistics.median(blocking) / params.max_tokens
@@ -101,7 +111,7 @@ def throughput(engine: Engine, given: list[list[int]], params: SamplingParams) -
 async def interrupted(
     engine: Engine, given: list[list[int]], params: SamplingParams, how: str
 ) -> Any:
-    """Return the seconds of a sleep, from its end to the next token, and the answers."""
+    """Return the seconds of a sleep, from its end to the next token of all, and the answers."""
     async with AsyncEngine(engine) as shared:
         streams = [shared.submit(prompt, params) for prompt in given]
         for stream in streams:
@@ -111,9 +121,10 @@ async def interrupted(
         asleep = time.perf_counter()
         await shared.call("wake_up")
         awake = time.perf_counter()
-        while streams[-1].arrived:  # told before the sleep
-            await anext(streams[-1])
-        await anext(streams[-1])
+        for stream in streams:
+            while stream.arrived:  # told before the sleep
+                await anext(stream)
+            await anext(stream)
         back = time.perf_counter()
         answers = await asyncio.gather(*(stream.result() for stream in streams))
         tokens = [answer.token_ids for (answer,) in answers]
@@ -124,14 +135,15 @@ async def interrupted(
         }, tokens
 
 
-def interrupts(engine: Engine, given: list[list[int]], params: SamplingParams) -> dict[str, float]:
+def interrupts(
+    engine: Engine, given: list[list[int]], params: SamplingParams, how: str
+) -> dict[str, float]:
     wanted = [answer.token_ids for (answer,) in engine.generate(given, params)]
     figures: dict[str, float] = {}
-    for how in ("keep", "recompute") * 2:  # the first of each compiles
+    for _ in range(2):  # the first compiles
         seconds, tokens = asyncio.run(interrupted(engine, given, params, how))
-        figures |= {f"{how}: {stage}, ms": 1e3 * value for stage, value in seconds.items()}
+        figures = {f"{how}: {stage}, ms": 1e3 * value for stage, value in seconds.items()}
         figures[f"{how}: same answers of {len(given)}"] = sum(map(list.__eq__, tokens, wanted))
-    figures["swapped back"] = engine.stats.swapped_back
     return figures
 
 
@@ -145,13 +157,12 @@ def measure(scale: Scale, shape: str) -> dict[str, float]:
         figures = throughput(engine, prompts(engine, batch, prompt), params)
         engine.saver.close()
         context = length + answer + 16
-        tiers = KVTiers(host_ratio=1.0, write_policy="write_back")
-        engine = build(
-            scale, folder, shape, prefix_cache=True, tiers=tiers, max_running=samples,
-            kv_tokens=samples * context, max_context_len=context,
-        )  # fmt: skip
-        figures |= interrupts(engine, prompts(engine, samples, length), params)
-        engine.saver.close()
+        stay = {"max_running": samples, "kv_tokens": samples * context, "max_context_len": context}
+        stay["prefix_cache"] = True
+        for how, tiers in (("keep", KVTiers(host_ratio=1.0)), ("recompute", None)):
+            engine = build(scale, folder, shape, tiers=tiers, **stay)
+            figures |= interrupts(engine, prompts(engine, samples, length), params, how)
+            engine.saver.close()
     return figures
 
 

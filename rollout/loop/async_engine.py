@@ -22,7 +22,7 @@ from rollout.loop.router import most_tokens
 from rollout.requests import Completion, Output, SamplingParams
 
 _PLAIN = SamplingParams()
-_PATIENCE = 15  # as long as readers have read, before a step that does not wait tells more
+_PATIENCE = 15  # as long as readers hold a step up, before they are told more
 _RECENT = 128  # steps whose tokens tell the rate
 
 
@@ -159,7 +159,7 @@ class AsyncEngine:
         self._told = deque[tuple[float, int]](maxlen=_RECENT)  # (seconds of steps, tokens)
         self._tokens, self._busy = 0, 0.0  # since then, and the seconds of steps until then
         self._closed = False
-        self._reading: dict[asyncio.AbstractEventLoop, float] = {}  # since when
+        self._reading: set[asyncio.AbstractEventLoop] = set()  # which have news to read
         self._read_seconds = self._read_at = 0.0  # duration and end of the last readings
         self._loop: EngineLoop | RankProcesses
         self.engine: Any = None
@@ -323,13 +323,13 @@ class AsyncEngine:
         """Return whether readers would slow the engine down if the next step told them more.
 
         They share Python's lock with the engine's thread. What they do while that waits for the
-        device costs nothing. Otherwise they get a small share of the time.
+        device costs nothing. For the rest they get a small share of the time.
         """
         if any(not events.is_closed() for events in [*self._reading]):
             return True
         assert isinstance(self._loop, EngineLoop)
-        waits = self._loop.engine.idle_seconds > self._read_seconds
-        return not waits and time.monotonic() < self._read_at + _PATIENCE * self._read_seconds
+        costly = self._read_seconds - self._loop.engine.idle_seconds
+        return time.monotonic() < self._read_at + _PATIENCE * costly
 
     def _flush(self) -> None:
         """Wake each event loop once, for all news of a turn."""
@@ -339,24 +339,26 @@ class AsyncEngine:
             self._tokens, self._busy = 0, busy
         while self._touched:
             events, streams = self._touched.popitem()
-            self._reading.setdefault(events, time.monotonic())
+            self._reading.add(events)
             try:
                 events.call_soon_threadsafe(self._wake, events, streams)
             except RuntimeError:  # the event loop is closed: nobody reads
-                self._reading.pop(events, None)
+                self._reading.discard(events)
                 self._loop.abort(*(stream.future for stream in streams))
         self._confirm()
 
     # ---------------------------------------------------------------- in an event loop
 
     def _wake(self, events: asyncio.AbstractEventLoop, streams: dict[TokenStream, None]) -> None:
+        began = time.monotonic()  # the event loop may have been busy with other things until now
         for stream in streams:
             stream.wake()
-        events.call_soon(self._have_read, events)  # after the tasks that read
+        events.call_soon(self._have_read, events, began)  # after the tasks that read
 
-    def _have_read(self, events: asyncio.AbstractEventLoop) -> None:
+    def _have_read(self, events: asyncio.AbstractEventLoop, began: float) -> None:
+        self._reading.discard(events)
         now = time.monotonic()
-        took = now - self._reading.pop(events, now)
+        took = now - began
         self._read_seconds, self._read_at = max(took, 0.9 * self._read_seconds), now
         self._confirm()
 

@@ -267,6 +267,11 @@ async def _choices(asked: Asked, streams: Sequence[TokenStream]) -> AsyncIterato
 
 async def _merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Output]]:
     """Yield the outputs of several streams with the number of the stream."""
+    if len(streams) == 1:  # no tasks, which would take as long as all else that an output needs
+        with contextlib.suppress(CancelledError):  # by `_end`
+            async for output in streams[0]:
+                yield 0, output
+        return
     reading = {asyncio.ensure_future(anext(stream)): at for at, stream in enumerate(streams)}
     try:
         while reading:
