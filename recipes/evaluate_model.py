@@ -250,7 +250,11 @@ def _without_training(found: _Subject, question: Question) -> Recipe:
         steps=1,
         engine=replace(recipe.engine, tensor_parallel_size=1, expert_parallel=1),
         sampling=recipe.sampling,
-        loop=LoopSection(prompts_per_step=1),
+        loop=LoopSection(
+            prompts_per_step=1,
+            turns=recipe.loop.turns,
+            parallel_environments=recipe.loop.parallel_environments,
+        ),
         eval=replace(recipe.eval, every=1, problems=most, best=None, patience=0),
         exact=recipe.exact,
         driver="inprocess",
@@ -266,6 +270,7 @@ def _evaluated(setup: Setup, subject: str, found: _Subject, out: Path | None) ->
         with contextlib.ExitStack() as stack:
             rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)
             stack.enter_context(contextlib.closing(rewards))
+            setup = stack.enter_context(setup.opened())
             with _stage(view, "build_engine"):
                 rollout = stack.enter_context(_opened(setup, found.sample_all_ids))
             with _stage(view, "evaluate"):

@@ -209,6 +209,7 @@ def _attempt(
             # First, because worker processes start while the two sides are built.
             rewards = open_rewards(setup.tasks, setup.recipe.task, note=view.note)
             stack.enter_context(contextlib.closing(rewards))
+            setup = stack.enter_context(setup.opened())
             recipe = setup.recipe
             if not recipe.engine.hosted:
                 setup = _with_decisions(setup, folder, monitor)

@@ -671,6 +671,27 @@ BUGS = [
         '"in_flight": "keep" if recipe.loop.max_staleness else "refuse"',
         '"in_flight": "refuse"',
     ),
+    Bug(
+        "tokens of tools are learned",
+        "recipes/environments/conversation.py",
+        "recipes/environments/test_conversation.py",
+        "[version] * len(ids), False)",
+        "[version] * len(ids), True)",
+    ),
+    Bug(
+        "the end token of an answer is written twice",
+        "recipes/setup/chat_turns.py",
+        "recipes/environments/test_chat_turns.py",
+        "- 1] + 1 :]",
+        "- 1] :]",
+    ),
+    Bug(
+        "corrections compare the tokens of tools",
+        "recipes/loops/corrections.py",
+        "recipes/loops/test_corrections.py",
+        "rollout, logprobs = batch.learned(samples.logprobs), batch.learned(logprobs)",
+        "rollout = samples.logprobs",
+    ),
 ]
 
 

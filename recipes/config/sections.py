@@ -349,6 +349,9 @@ class LoopSection:
         epochs: Passes over the answers of a step.
         mini_batches: Updates in one pass.
         router_replay: Whether the policy routes tokens to the experts that the engine chose.
+        turns: Most answers of one conversation with an environment.
+        parallel_environments: Conversations with environments at a time, each of which has a
+            process of its own.
         max_staleness: Updates by which the weights that sample may be older than those that learn.
             1: engines on devices of their own sample the next step's answers during the update.
     """
@@ -358,6 +361,8 @@ class LoopSection:
     epochs: Count = 1
     mini_batches: Count = 1
     router_replay: bool = False
+    turns: Count = 8
+    parallel_environments: Count = 32
     max_staleness: Literal[0, 1] = 0
 
 
@@ -409,8 +414,9 @@ class ProblemSection:
     """One set of problems and the rewards of their answers.
 
     Attributes:
-        name: Source of the problems: toy (needs no download), file (`data`), reasoning_gym:NAME (a
-            generator of reasoning-gym), or a function of yours (see `recipes.tasks`).
+        name: Source of the problems: toy or guess (need no download), file (`data`),
+            reasoning_gym:NAME (a generator of reasoning-gym), or a function of yours (see
+            `recipes.tasks`).
         label: Name of the set in figures, of letters, digits and _.-; null: the name of the file,
             generator or function.
         data: With name=file, a JSONL, JSON, CSV or parquet file, a folder of such files, or
@@ -430,9 +436,12 @@ class ProblemSection:
             text, its last number, the content of its last \\boxed{}, or of its last <answer> tag.
         correct_by: Function of `rewards` that decides whether an answer is correct; null: chosen as
             docs/how-to/rewards.md says.
+        environment: Class whose methods are tools, or which replies to answers, such as
+            my_env.py:Wordle; or a mapping of names to classes, of which the column environment
+            chooses. null: the model answers once.
     """
 
-    name: Annotated[str, Field(pattern=r"^(toy|file|[^:]+:\w+)$", examples=["toy"])]
+    name: Annotated[str, Field(pattern=r"^(toy|guess|file|[^:]+:\w+)$", examples=["toy"])]
     label: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     data: Annotated[str, Field(min_length=1)] | None = None
     subset: str | None = None
@@ -446,6 +455,13 @@ class ProblemSection:
     reward_weights: list[float] = Field(default_factory=list)
     extract: Extract = "text"
     correct_by: str | None = None
+    environment: Named | dict[str, Named] | None = None
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """Return the classes of `environment` by name; the only one has no name."""
+        named = self.environment or {}
+        return {"": named} if isinstance(named, str) else named
 
     @property
     def set_name(self) -> str:

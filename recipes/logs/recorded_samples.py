@@ -96,19 +96,21 @@ def _in_turn(items: Iterable[Item], owner: Callable[[Item], Any]) -> list[Item]:
 
 def _record(samples: Any, score: Any, place: int, group: int) -> Row:
     problem, versions = samples.problems[place], samples.weight_versions
+    talk = samples.conversations[place] if samples.conversations else None
     return {
         "set": samples.tasks[place].name,
         "group": group,
         "prompt": problem.prompt,
         "answer": problem.answer,
-        "completion": samples.texts[place],
+        "completion": text_of(talk.messages) if talk else samples.texts[place],
         "reward": score.reward,
         "correct": score.correct,
         "figures": dict(score.figures),
         "fault": score.fault,
         "finish_reason": "stop" if samples.ended[place] else "length",
-        "tokens": len(samples.response_ids[place]),
+        "tokens": samples.lengths[place],
         "weight_versions": None if versions is None else versions.runs(place),
+        **({"messages": talk.messages} if talk else {}),
     }
 
 
@@ -122,7 +124,14 @@ def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a prompt as one text, the messages of a chat below each other with their roles."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    return "\n".join(map(_line_of, prompt))
+
+
+def _line_of(message: Mapping[str, Any]) -> str:
+    """Return a message with its role, and the tools that it calls."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    texts = [str(message.get("content")), *(f"{c['name']}({c['arguments']})" for c in calls)]
+    return f"{message.get('role')}: {' '.join(filter(None, texts))}"
 
 
 def cells(sample: Mapping[str, Any]) -> list[Any]:

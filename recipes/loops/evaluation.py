@@ -110,7 +110,7 @@ def set_figures(
             row[f"pass@{k}"] = statistics.fmean(pass_at(k, count, number) for number in right)
     return {
         **row,
-        "length": statistics.fmean(map(len, samples.response_ids[part])),
+        "length": statistics.fmean(samples.lengths[part]),
         "cut_off": 1 - statistics.fmean(samples.ended[part]),
         "problems": len(correct) // count,
         **unrewarded(scores),

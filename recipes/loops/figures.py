@@ -26,7 +26,7 @@ def answer_figures(
     Returns:
         Figures by name, as in docs/loops.md.
     """
-    lengths = list(map(len, samples.response_ids))
+    lengths = samples.lengths
     row: dict[str, Any] = {
         **_of_scores(scores),
         **unrewarded(scores),
@@ -37,11 +37,24 @@ def answer_figures(
         "tokens": sum(lengths),
         "tokens_per_second": sum(lengths) / max(seconds, 1e-9),
     }
+    row |= _of_conversations(samples)
     if functions := by_function(scores):
         row["rewards"] = functions
     if len(tasks) > 1:
         row["sets"] = _by_set(samples, scores, tasks)
     return row
+
+
+def _of_conversations(samples: Samples) -> dict[str, float]:
+    """Return figures of conversations with environments; none without any."""
+    if not (talks := samples.conversations):
+        return {}
+    return {
+        "turns": float(np.mean([talk.turns for talk in talks])),
+        "tool_calls": sum(talk.calls for talk in talks),
+        "tool_errors": sum(talk.errors for talk in talks),
+        "environment_seconds": float(np.mean([talk.seconds for talk in talks])),
+    }
 
 
 def renamed(row: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ log-probabilities with the trainer's; its weights correct the loss for the diffe
 order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from recipes.config.recipe import Recipe
@@ -33,7 +34,7 @@ from recipes.loops.loop import Loop, Scoring, schedule_of
 from recipes.loops.rounds import learnable, sample_groups
 from recipes.loops.sampling import Samples, usable
 from recipes.loops.updates import mini_batches
-from trainer_bridge.learning import reference_figures
+from trainer_bridge.learning import Tokens, reference_figures
 
 
 class GrpoLoop(Loop):
@@ -62,15 +63,20 @@ class GrpoLoop(Loop):
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         correction = correct_step(self.setup, samples, logprobs)
-        figures = reference_figures(logprobs, ref_logprobs) | correction.figures
+        bare = samples.batch(self.temperature)
+        own = bare.learned(logprobs), ref_logprobs and bare.learned(ref_logprobs)
+        figures = reference_figures(*own) | correction.figures
         figures |= self.unreplayed_mismatch(step, samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = [score.reward for score in scores]
-            advantages = compute_advantages(recipe, rewards, logprobs, ref_logprobs)
-        batch = samples.batch(
-            self.temperature,
-            **{self.setup.logprobs_field: logprobs},
+            advantages = compute_advantages(recipe, rewards, *own)
+            if isinstance(advantages, Tokens):
+                advantages = bare.whole(advantages)
+        fields: dict[str, Any] = {self.setup.logprobs_field: logprobs}
+        batch = replace(
+            bare,
+            **fields,
             advantages=advantages,
             weights=correction.weights,
             ref_logprobs=ref_logprobs if recipe.kl_in == "loss" else None,

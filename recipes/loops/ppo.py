@@ -69,12 +69,15 @@ class PpoLoop(Loop):
             values = trainer.compute_values(samples.batch(1.0))
         logprobs, scores = self.score(samples, scoring)
         correction = correct_step(self.setup, samples, logprobs)
-        row: dict[str, Any] = reference_figures(logprobs, ref_logprobs) | correction.figures
+        bare = samples.batch(self.temperature)
+        own = bare.learned(logprobs), ref_logprobs and bare.learned(ref_logprobs)
+        row: dict[str, Any] = reference_figures(*own) | correction.figures
         row |= self.unreplayed_mismatch(step, samples)
         self.to_train()
-        batch = samples.batch(
-            self.temperature,
-            **{self.setup.logprobs_field: logprobs},
+        fields: dict[str, Any] = {self.setup.logprobs_field: logprobs}
+        batch = replace(
+            bare,
+            **fields,
             ref_logprobs=ref_logprobs,
             weights=correction.weights,
             values=values,

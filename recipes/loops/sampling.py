@@ -1,6 +1,8 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
@@ -9,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.config.sections import SamplingSection
+from recipes.environments import Conversation, Talk
 from recipes.rewards import Answer, Scored
 from recipes.setup.model_files import decode
 from recipes.setup.preparation import Setup
@@ -16,7 +19,7 @@ from recipes.tasks import Problem, Task
 from recipes.tasks.schedule import pick_problems
 from recipes.tasks.scoring import to_answer
 from recipes.tasks.split import hash_text
-from rollout import Completion, Rollout, SamplingParams
+from rollout import Completion, Engine, EngineLoop, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
 from trainer_bridge.learning import Tokens
 
@@ -36,6 +39,8 @@ class Samples:
         routed_experts: With `router_replay`, as in `SequenceBatch`.
         rendered: Prompt of each answer as the chat template writes it.
         weight_versions: Version of the weights that sampled each response token, if it is known.
+        mask: Of conversations, whether the policy generated each response token; None: all.
+        conversations: The conversations; None: the model answered once.
     """
 
     tasks: list[Task]
@@ -48,6 +53,15 @@ class Samples:
     routed_experts: list[NDArray[Any] | None] | None = None
     rendered: list[str] | None = None
     weight_versions: Tokens | None = None
+    mask: Tokens | None = None
+    conversations: list[Conversation] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of tokens that the policy generated, of each answer."""
+        if self.mask is None:
+            return list(map(len, self.response_ids))
+        return [sum(own) for own in self.mask]
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
@@ -58,7 +72,7 @@ class Samples:
             if isinstance(own[0], Tokens):
                 columns[name] = Tokens.joined(own)
             else:
-                columns[name] = None if None in own else list(chain.from_iterable(own))
+                columns[name] = None if own[0] is None else list(chain.from_iterable(own))
         return cls(**columns)
 
     def select(self, indices: Sequence[int]) -> Self:
@@ -75,12 +89,14 @@ class Samples:
     def answers(self) -> list[Answer]:
         """Return what reward functions get of each answer."""
         parts = self.tasks, self.problems, self.texts, self.ended, self.response_ids
-        return list(map(to_answer, *parts, self.rendered or [""] * len(self.texts)))
+        talks: Sequence[Any] = self.conversations or [None] * len(self.texts)
+        earned = [talk and talk.score for talk in talks]
+        return list(map(to_answer, *parts, self.rendered or [""] * len(self.texts), earned))
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
         """Return the trainer's batch, with further fields of `SequenceBatch` in `learning`."""
         ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
-        return SequenceBatch(**ids, temperature=temperature, **learning)
+        return SequenceBatch(**ids, mask=self.mask, temperature=temperature, **learning)
 
 
 def generate_sequences(
@@ -137,9 +153,9 @@ def with_length_penalty(
         return list(scores)
     window = section.penalized_tokens
     free, penalized = section.max_tokens - window, list[Scored]()
-    for score, ids in zip(scores, samples.response_ids, strict=True):
+    for score, length in zip(scores, samples.lengths, strict=True):
         if score.reward is not None:
-            deduction = section.length_penalty * max(0, len(ids) - free) / window
+            deduction = section.length_penalty * max(0, length - free) / window
             figures = {**score.figures, "sampling.length_penalty": deduction}
             score = replace(score, reward=score.reward - deduction, figures=figures)
         penalized.append(score)
@@ -165,6 +181,8 @@ def answer(
 
     `how` are further arguments of the rollout's `generate`.
     """
+    if setup.conversations is not None:
+        return _talked(rollout, setup, prompts, seeds, temperature, samples)
     prompt_ids = [problem.prompt_ids.tolist() for _, problem in prompts]
     rendered = decode(setup.tokenizer, prompt_ids)
     alike: dict[str, Any] = {
@@ -195,6 +213,85 @@ def answer(
         rendered=[rendered[index] for index, _ in flat],
         routed_experts=routed if setup.recipe.loop.router_replay else None,
     )
+
+
+def _talked(
+    rollout: Any,
+    setup: Setup,
+    prompts: Sequence[tuple[Task, Problem]],
+    seeds: Sequence[int],
+    temperature: float,
+    samples: int,
+) -> Samples:
+    """Return conversations that begin with prompts, `samples` with each, as `answer` does."""
+    recipe, found = setup.recipe, setup.conversations
+    assert found is not None and found.environments is not None, "see Setup.opened"
+    begun = list[tuple[Task, Problem, str]]()
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        begun += [(*prompt, f"{seed}/{at}") for at in range(samples)]
+    with _submitting(rollout) as submit:
+
+        def ask(ids: Sequence[int], most: int, seed: int) -> Completion:
+            params = SamplingParams(
+                max_tokens=most,
+                seed=seed,
+                temperature=temperature,
+                adapter=recipe.served_adapter,
+            )
+            return submit(ids, params).result()[0]
+
+        talk = Talk(
+            form=found.turns,
+            ask=ask,
+            kinds=found.kinds,
+            turns=recipe.loop.turns,
+            max_tokens=recipe.sampling.max_tokens,
+        )
+        futures = [
+            found.environments.start(
+                talk.converse, task.environment_of(problem), problem, _turn_seeds(seed, talk.turns)
+            )
+            for task, problem, seed in begun
+        ]
+        try:
+            talks = [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+    logprobs = Tokens.of([talk.logprobs for talk in talks])
+    _check_finite(logprobs, recipe.model.dtype)
+    prompt_ids = [talk.prompt_ids for talk in talks]
+    return Samples(
+        tasks=[task for task, _, _ in begun],
+        problems=[problem for _, problem, _ in begun],
+        prompt_ids=prompt_ids,
+        response_ids=[talk.response_ids for talk in talks],
+        logprobs=logprobs,
+        weight_versions=Tokens.of([talk.weight_versions for talk in talks], np.int64),
+        mask=Tokens.of([talk.learned for talk in talks], bool),
+        texts=[talk.text for talk in talks],
+        ended=[talk.ended for talk in talks],
+        rendered=decode(setup.tokenizer, prompt_ids),
+        conversations=talks,
+    )
+
+
+def _turn_seeds(seed: str, turns: int) -> list[int]:
+    return [hash_text(f"{seed}/{turn}") >> 1 for turn in range(turns)]
+
+
+@contextmanager
+def _submitting(rollout: Any) -> Iterator[Callable[..., Future[list[Completion]]]]:
+    """Yield a function that begins to answer a request, whatever others there are."""
+    if not isinstance(rollout, Engine):
+        yield rollout.submit
+        return
+    loop = EngineLoop(rollout)
+    try:
+        yield loop.submit
+    finally:
+        loop.close()
 
 
 def _check_finite(logprobs: Tokens, dtype: str) -> None:

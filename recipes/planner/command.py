@@ -28,6 +28,7 @@ from recipes.logs.run_folder import OUTSIDE, check_holds_run, read_json
 from recipes.planner.memory_plan import MemoryPlan, PlanRequest, placed
 from recipes.planner.remedies import plan_with_remedies
 from recipes.planner.sizes import GIB, MIB
+from recipes.setup.conversations import with_tools
 from recipes.setup.model_decisions import first_decisions, with_adapters
 from recipes.setup.model_files import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import described_model, encoded_tasks
@@ -84,6 +85,7 @@ def plan_of(recipe: Recipe, name: str, *, gpu: str | None, **how: Any) -> Memory
                 described_model(recipe, tasks, weights=False)
             )
             if how.get("prompt_tokens") is None:
+                tasks, _ = with_tools(recipe, tasks)
                 tasks, _ = encoded_tasks(recipe, tasks, tokenizer, datetime.now())
                 how["prompt_tokens"] = max(len(problem.prompt_ids) for problem in tasks.problems())
         except RecipeError:

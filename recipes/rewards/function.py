@@ -18,7 +18,7 @@ from recipes.config.literals import Extract
 from recipes.errors import RecipeError, counted, one_line, shown
 from recipes.importing import import_function
 from recipes.rewards.packaged import PACKAGED
-from recipes.rewards.reward_set import RewardSet, Source, is_scorer
+from recipes.rewards.reward_set import EnvironmentReward, RewardSet, Source, is_scorer
 from recipes.rewards.score import Answer, Score, score_of
 
 Kind = Literal["each", "together", "groups"]
@@ -112,6 +112,8 @@ class RewardFunction:
                     break
 
     def _score(self, answer: Answer) -> Score:
+        if isinstance(self._function, EnvironmentReward):
+            return self._function(answer)
         try:
             return self._converted(self._result(self._call_alone(answer)))
         except FAULTS as error:

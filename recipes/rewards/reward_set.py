@@ -15,6 +15,23 @@ Source = str | Callable[..., Any]
 """A reward function: its name in a recipe, or the callable itself."""
 
 
+class EnvironmentReward:
+    """The reward that an environment gives, as a reward function.
+
+    Args:
+        label: Name of the environment's class.
+    """
+
+    linear = True
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def __call__(self, answer: Answer) -> Score:
+        """Return what the environment said of the conversation."""
+        return answer.earned or Score()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSet:
     """Reward functions of one set of problems; an answer's reward is their weighted sum.
@@ -77,7 +94,9 @@ class RewardSet:
 
     def setting(self, index: int) -> str:
         """Return the key and value that name a function in a recipe."""
-        name = "name" if is_scorer(self.functions[index]) else "rewards"
+        source = self.functions[index]
+        name = "name" if is_scorer(source) else "rewards"
+        name = "environment" if isinstance(source, EnvironmentReward) else name
         return f"{self.key}.{name}={self.labels[index]}"
 
     def scored(self, scores: Sequence[Score], answer: Answer) -> Scored:
@@ -124,8 +143,8 @@ def _label(source: Source) -> str:
         return source
     if isinstance(source, partial):
         return _label(source.func)
-    name = getattr(source, "label" if is_scorer(source) else "__qualname__", type(source).__name__)
-    return str(name)
+    own = is_scorer(source) or isinstance(source, EnvironmentReward)
+    return str(getattr(source, "label" if own else "__qualname__", type(source).__name__))
 
 
 def is_scorer(source: Source) -> bool:

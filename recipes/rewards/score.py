@@ -24,6 +24,7 @@ class Answer:
         set: Name of the problem's set, if `Rewards` has several.
         rendered_prompt: The prompt as the chat template writes it.
         problem: The problem (`recipes.tasks.Problem`), which scorers of tasks get.
+        earned: What the environment says of the conversation; None: there was none.
     """
 
     prompt: Any
@@ -35,6 +36,7 @@ class Answer:
     set: str = ""
     rendered_prompt: str = ""
     problem: Any = None
+    earned: "Score | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)

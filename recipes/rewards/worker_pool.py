@@ -1,26 +1,18 @@
 """Worker processes that call reward functions; they are replaced when a call hangs or crashes."""
 
-import contextlib
 import math
-import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import wait
 
 from recipes.errors import ScorerError, counted
 from recipes.rewards.function import Kind, too_long
 from recipes.rewards.score import Answer, Score
-from recipes.rewards.worker import SIGNALED
+from recipes.supervised_process import SupervisedProcess
 
 SECONDS = 0.1
 """Seconds after which a worker hands back the rest of its answers."""
@@ -32,13 +24,6 @@ LOADING = 300.0
 """Seconds that a worker may take to load the functions, unless a call may take longer."""
 STARTS = 3
 """Number of workers in a row that may end before they have loaded the functions."""
-GRACE = 1.0
-"""Seconds that a process may take to end after it has closed its socket, or after a kill."""
-ENDING = 5.0
-"""Seconds that a supervisor may take to end all that its worker has started."""
-STALLED = 10
-"""Seconds that one read or write of a message may take, so that no worker can block the run."""
-COMMAND = "import sys; sys.path[:] = {path}; from recipes.rewards.worker import main; main({ids})"
 
 
 class PoolClosed(RuntimeError):
@@ -92,17 +77,14 @@ Sources = Mapping[int, tuple[str, bytes]]
 """Reward functions by number, as `worker.serve` takes them."""
 
 
-class Worker:
-    """A worker process, which leads a process group, and the call that it is busy with.
-
-    Ctrl-C in a terminal does not reach the group. All of it ends with the thread that started it.
+class Worker(SupervisedProcess):
+    """A worker process, and the call that it is busy with.
 
     Args:
         functions: The functions to load.
         seconds: Seconds that loading may take.
 
     Attributes:
-        connection: Readable when the functions are loaded, a score is there, or the process ends.
         kinds: Kind of each function and seconds of a call; empty until they are loaded.
         part: The call; None: it loads, or is idle.
         scores: The scores of the first answers of the call.
@@ -111,24 +93,13 @@ class Worker:
     """
 
     def __init__(self, functions: Sources, seconds: float) -> None:
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
-        with theirs:
-            ids = f"{theirs.fileno()}, {os.getpid()}"
-            command = [sys.executable, "-u", "-c", COMMAND.format(path=sys.path, ids=ids)]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
-            )
-        self._socket = ours
-        self.connection = Connection(os.dup(ours.fileno()))
+        super().__init__("recipes.rewards.worker")
         self.kinds: dict[int, tuple[Kind, float]] = {}
-        self._hung_up = False
         self.part: Part | None = None
         self.scores: list[Score] = []
         self.since = time.monotonic()
         self.deadline = self.since + seconds
-        self._send(functions)
+        self.send(functions)
 
     @property
     def idle(self) -> bool:
@@ -149,22 +120,17 @@ class Worker:
         """Begin a call, in which the answers take so many turns."""
         self.part, self.scores, self.since = part, [], time.monotonic()
         self.deadline = self.since + self.kinds[part.function][1] * turns + SECONDS
-        self._send((part.function, part.answers, SECONDS))
+        self.send((part.function, part.answers, SECONDS))
 
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # It has ended or does not read, noticed later.
-            self.connection.send(message)
-
-    def receive(self) -> bool | None:
+    def take(self) -> bool | None:
         """Take one message; return whether the call or the loading has ended, None at its death.
 
         Raises:
             ScorerError: The process cannot load a function.
         """
         try:
-            message = self.connection.recv()
-        except (EOFError, OSError):
-            self._hung_up = True
+            message = self.receive()
+        except EOFError:
             return None
         if isinstance(message, str):
             raise ScorerError(message)
@@ -184,25 +150,6 @@ class Worker:
             return None
         self.part = part[:count]
         return part[count:]
-
-    def kill(self) -> str:
-        """End the process and all processes that it started; return how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE if self._hung_up else 0)
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # Processes that left the group may hold the other end.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        try:
-            code = self._process.wait(GRACE)
-        except subprocess.TimeoutExpired:  # In an uninterruptible system call.
-            return "SIGKILL"
-        number = -code if code < 0 else code - SIGNALED
-        known = number in signal.valid_signals()
-        return signal.Signals(number).name if known else f"exit status {code}"
 
 
 class Pool:
@@ -304,7 +251,7 @@ class Pool:
 
     def _received(self, worker: Worker) -> Iterator[tuple[Part, list[Score]]]:
         part, seconds = worker.part, worker.seconds
-        ended = worker.receive()
+        ended = worker.take()
         if ended is None:
             yield from self._ended(worker, late=False)
         elif part is None:

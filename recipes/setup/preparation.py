@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,11 @@ from recipes.config.decisions import Decisions, why_ray
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, counted, one_line, refused, shown, writable
 from recipes.importing import import_function
+from recipes.setup.conversations import (
+    Conversations,
+    conversations,
+    with_tools,
+)
 from recipes.setup.model_decisions import first_decisions, with_adapters
 from recipes.setup.model_files import (
     describe_random_model,
@@ -59,6 +64,7 @@ class Setup:
         template: Chat template of the prompts; None: they are plain text.
         started: Start of the run, the present of chat templates.
         operations: Operations of updates; None if the model's configuration does not tell.
+        conversations: What conversations with environments need; None: there are none.
     """
 
     recipe: Recipe
@@ -72,6 +78,16 @@ class Setup:
     template: str | None = None
     started: datetime = field(default_factory=datetime.now)
     operations: Operations | None = None
+    conversations: Conversations | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator["Setup"]:
+        """Yield the run with processes for its environments, which end with the block."""
+        if self.conversations is None:
+            yield self
+            return
+        with self.conversations.opened(self.recipe) as found:
+            yield replace(self, conversations=found)
 
     @property
     def longest_prompt(self) -> int:
@@ -137,9 +153,11 @@ def prepare(
     check_training(recipe)
     tasks = tasks or make_tasks(recipe.task, recipe.eval.sets)
     try_rewards(tasks, recipe.task)
+    tasks, kinds = with_tools(recipe, tasks)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
         recipe = with_adapters(recipe, model_dir)
         tasks, form = encoded_tasks(recipe, tasks, tokenizer, started)
+        talks = conversations(form, kinds)
         longest = max(map(_length, tasks.problems()))
         _check_prompts(recipe, tasks)
         kv_tokens, context = _pool_and_context(recipe, device, model_dir, longest)
@@ -161,6 +179,7 @@ def prepare(
         template=form.template,
         started=started,
         operations=count_operations(recipe, model_dir),
+        conversations=talks,
     )
 
 

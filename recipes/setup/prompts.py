@@ -76,17 +76,23 @@ class PromptFormat:
         if self.system_prompt and chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": self.system_prompt})
         try:
+            return self.rendered(chat, tools=[*problem.tools] or None, add_generation_prompt=True)
+        except ValueError as error:
+            raise TemplateError(problem, str(error)) from error
+
+    def rendered(self, chat: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """Return a chat as the template writes it, without a system turn of the section.
+
+        Raises:
+            ValueError: The template refuses the chat; the message is the reason.
+        """
+        try:
             self._set_present()
             text: str = self.tokenizer.apply_chat_template(
-                chat,
-                tools=[*problem.tools] or None,
-                chat_template=self.template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self.arguments,
+                [*chat], chat_template=self.template, tokenize=False, **how, **self.arguments
             )
         except Exception as error:  # jinja2 errors, or any error of an expression in it
-            raise TemplateError(problem, one_line(error)) from error
+            raise ValueError(one_line(error)) from error
         return text
 
     def _set_present(self) -> None:

@@ -92,6 +92,7 @@ class Task:
         left_out: Problems of the source that the set leaves out: their number and the reason.
         rewards: Reward functions of the answers, which `make_task` sets; None: the scorer, called
             in the process of the command.
+        environments: Classes of environments by name, as `task.environment`; empty: there are none.
     """
 
     name: str
@@ -103,6 +104,19 @@ class Task:
     source: str = "task.name"
     left_out: tuple[str, ...] = ()
     rewards: RewardSet | None = None
+    environments: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def environment_of(self, problem: Problem) -> str | None:
+        """Return the class of the environment of a problem; None: it has none.
+
+        Raises:
+            KeyError: The problem's column `environment` names none.
+        """
+        if not self.environments:
+            return None
+        if "" in self.environments:
+            return self.environments[""]
+        return self.environments[str(problem.columns.get("environment"))]
 
     def problems(self) -> tuple[Problem, ...]:
         return (*self.train, *self.held_out)

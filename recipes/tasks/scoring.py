@@ -10,8 +10,8 @@ from recipes.errors import shown
 from recipes.rewards import Answer, Rewards, RewardSet, Scored
 from recipes.rewards.extract import extract_expected
 from recipes.rewards.function import ARGUMENTS, BATCHED, PREFIX
-from recipes.rewards.reward_set import evaluates, is_linear
-from recipes.tasks.problem import Problem, Scorer, Task, Tasks
+from recipes.rewards.reward_set import EnvironmentReward, evaluates, is_linear
+from recipes.tasks.problem import Problem, Score, Scorer, Task, Tasks
 
 Build = Callable[[ProblemSection], Task]
 """A function at the top of a module, which workers call again."""
@@ -66,10 +66,13 @@ def _rebuilt(section: ProblemSection, build: Build) -> TaskScorer:
 def reward_set(section: ProblemSection, task: Task, build: Build, key: str) -> RewardSet:
     """Return the reward functions of a set, or its own scorer if the section names none."""
     columns: dict[str, None] = {}
+    functions: list[Any] = [*section.rewards]
+    if classes := {**task.environments, **section.environments}:
+        functions.insert(0, EnvironmentReward("+".join(dict.fromkeys(classes.values()))))
     for problem in task.problems():
         columns |= dict.fromkeys(problem.columns)
     return RewardSet(
-        functions=section.rewards or [TaskScorer(task.score, section, build)],
+        functions=functions or [TaskScorer(task.score, section, build)],
         weights=section.reward_weights,
         extract=section.extract,
         columns=tuple(columns),
@@ -101,6 +104,7 @@ def to_answer(
     ended: bool,
     ids: Sequence[int],
     rendered_prompt: str = "",
+    earned: Score | None = None,
 ) -> Answer:
     """Return an answer to a problem of a set, for `Rewards`."""
     return Answer(
@@ -113,6 +117,7 @@ def to_answer(
         set=task.name,
         rendered_prompt=rendered_prompt or problem.text,
         problem=problem,
+        earned=earned,
     )
 
 
@@ -142,7 +147,8 @@ def try_rewards(tasks: Tasks, section: TaskSection) -> None:
 
 def _ours(group: RewardSet) -> RewardSet:
     """Return the set with the functions of ours alone, which may be called for many answers."""
-    functions = [item for item in group.functions if is_linear(item) or evaluates(item)]
+    ours = [item for item in group.functions if is_linear(item) or evaluates(item)]
+    functions = [item for item in ours if not isinstance(item, EnvironmentReward)]
     return replace(group, functions=functions, weights=(), correct_by=None)
 
 

@@ -7,6 +7,7 @@ from recipes.config.sections import ProblemSection, TaskSection, sets_by_key
 from recipes.errors import RecipeError
 from recipes.importing import calling, import_function
 from recipes.tasks.data_files import read_file
+from recipes.tasks.guess import guess
 from recipes.tasks.gym import PREFIX, reasoning_gym
 from recipes.tasks.problem import Problem, Task, Tasks
 from recipes.tasks.scoring import reward_set
@@ -85,6 +86,7 @@ def make_task(section: ProblemSection, key: str = "task") -> Task:
         weight=section.weight,
         source=f"{key}.{source}",
         rewards=reward_set(section, task, source_of, key),
+        environments=section.environments or task.environments,
     )
 
 
@@ -92,6 +94,8 @@ def source_of(section: ProblemSection, key: str = "task") -> Task:
     """Return the problems of a section and their own scorer; messages name the section's `key`."""
     if section.name == "toy":
         return toy(section, key)
+    if section.name == "guess":
+        return guess(section, key)
     if section.name == "file":
         return read_file(section, key)
     if section.name.startswith(PREFIX):

@@ -20,6 +20,7 @@ from recipes.logs.monitor import Monitor
 from recipes.logs.recorded_samples import FAULTY, read_samples, records_of
 from recipes.logs.run_folder import RunFolder
 from recipes.logs.view import View
+from recipes.loops.sampling import Samples
 from recipes.rewards import Scored
 from recipes.tasks import Problem
 from tests.helpers.recipes.run_folders import eval_row, train_row
@@ -34,8 +35,11 @@ def answers(*sets: str, size: int = 2, faulty: tuple[int, ...] = ()) -> tuple[An
     """Return groups of `size` answers, one of each named set, and their scores."""
     problems = [Problem(prompt=f"problem {n}", answer=str(n)) for n in range(len(sets))]
     places = [n for n in range(len(sets)) for _ in range(size)]
-    samples = SimpleNamespace(
-        tasks=[SimpleNamespace(name=sets[n]) for n in places],
+    named: list[Any] = [SimpleNamespace(name=sets[n]) for n in places]
+    samples = Samples(
+        tasks=named,
+        prompt_ids=[[1] for _ in places],
+        logprobs=Tokens.of([[0.0] * (k + 1) for k in range(len(places))]),
         problems=[problems[n] for n in places],
         texts=[f"answer {k}" for k in range(len(places))],
         ended=[k % 2 == 0 for k in range(len(places))],

@@ -176,9 +176,9 @@ def test_processes_of_a_function_end_with_its_rewards() -> None:
 
 def test_worker_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop an idle worker and send it more than a socket holds."""
-    monkeypatch.setattr("recipes.rewards.worker_pool.STALLED", 1)
+    monkeypatch.setattr("recipes.supervised_process.STALLED", 1)
     # A stopped supervisor ends nothing, however long the pool waits for it.
-    monkeypatch.setattr("recipes.rewards.worker_pool.ENDING", 0.5)
+    monkeypatch.setattr("recipes.supervised_process.ENDING", 0.5)
     before = {*psutil.Process().children(recursive=True)}
     with Rewards(RewardSet(functions=["hanging:odd_hang"]), workers=1, timeout=1) as rewards:
         rewards.score([Answer(prompt="p", text="x")])

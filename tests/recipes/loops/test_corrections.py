@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from recipes.errors import RecipeError
 from recipes.logs.monitor import Monitor
 from recipes.logs.run_folder import RunFolder
 from recipes.logs.view import View
-from recipes.loops.corrections import summary
+from recipes.loops.corrections import correct_step, summary
 from recipes.loops.sampling import Samples
 from recipes.run import start_run
 from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, rows
@@ -205,3 +206,29 @@ def test_merge_that_loses_much_is_told_once_with_what_corrects_it(tmp_path: Path
         )
         assert f"the loss {words}" in said.getvalue()
         assert monitor.sync["merge_lost"] == 0.875
+
+
+def test_tokens_of_tools_are_compared_with_nothing() -> None:
+    """Rows with masked tokens between have the weights and figures of rows without these."""
+    recipe = load("tiny", [DECOUPLED, "correction.level=geometric"])
+    setup: Any = SimpleNamespace(recipe=recipe, scores_before_update=True)
+    mask = Tokens.of([[True, False, True], [True], [False, True, False, True]], bool)
+    old = Tokens.of([[-1.0, 0.0, -2.0], [-0.5], [0.0, -3.0, 0.0, -1.0]])
+    new = Tokens.of([[-1.5, 0.0, -1.0], [-0.7], [0.0, -2.0, 0.0, -1.2]])
+
+    def corrected(logprobs: Tokens, other: Tokens, mask: Tokens | None) -> Any:
+        ids = [[1] * int(length) for length in logprobs.lengths]
+        samples = samples_of(prompt_ids=[[1]] * 3, response_ids=ids, logprobs=logprobs, mask=mask)
+        return correct_step(setup, samples, other)
+
+    masked = corrected(old, new, mask)
+    plain = corrected(old.where(mask), new.where(mask), None)
+    assert masked.figures == plain.figures and masked.rejected == plain.rejected
+    assert masked.weights.where(mask) == plain.weights
+
+
+def samples_of(**columns: Any) -> Samples:
+    """Return samples with some columns alone."""
+    count = len(columns["prompt_ids"])
+    others = ("tasks", "problems", "texts", "ended")
+    return Samples(**{name: [None] * count for name in others}, **columns)

@@ -138,7 +138,8 @@ def make_setup(*words: str, own: int = 9) -> Any:
     trained = (task("own", problems(own)), task("more", problems(2)))
     tasks = Tasks(trained=trained, evaluated=(task("test", problems(30)),))
     recipe = recipes.load("tiny", words)
-    return types.SimpleNamespace(recipe=recipe, tasks=tasks, tokenizer=tokenizer)
+    known = {"recipe": recipe, "tasks": tasks, "tokenizer": tokenizer, "conversations": None}
+    return types.SimpleNamespace(**known)
 
 
 def test_greedy_evaluation_answers_all_sets_in_one_call() -> None:

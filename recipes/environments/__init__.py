@@ -1,0 +1,24 @@
+"""Environments: conversations of several turns with tools and replies, in worker processes.
+
+Importing this package imports no torch, so that these processes start fast.
+"""
+
+from recipes.environments.conversation import Conversation, ConversationFormat, Talk
+from recipes.environments.environments import (
+    EnvironmentFault,
+    EnvironmentKind,
+    EnvironmentProcess,
+    Environments,
+)
+from recipes.environments.guess_game import Guess
+
+__all__ = [
+    "Conversation",
+    "ConversationFormat",
+    "EnvironmentFault",
+    "EnvironmentKind",
+    "EnvironmentProcess",
+    "Environments",
+    "Guess",
+    "Talk",
+]

@@ -1,0 +1,108 @@
+"""Conversations of a run: the environments of its tasks, and the chat format of their turns."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from recipes.config.recipe import Recipe
+from recipes.environments import EnvironmentKind, Environments
+from recipes.errors import RecipeError, shown
+from recipes.setup.chat_turns import ChatTurns
+from recipes.setup.prompts import PromptFormat
+from recipes.tasks import Problem, Task, Tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """What conversations of a run need.
+
+    Attributes:
+        turns: Chat format of their turns.
+        kinds: What each environment has, by its class.
+        environments: The processes; None: they are not open.
+    """
+
+    turns: ChatTurns
+    kinds: Mapping[str, EnvironmentKind]
+    environments: Environments | None = None
+
+    @contextlib.contextmanager
+    def opened(self, recipe: Recipe) -> Iterator["Conversations"]:
+        """Yield the conversations with processes, which end with the block."""
+        environments = Environments(recipe.loop.parallel_environments, recipe.task.timeout)
+        with contextlib.closing(environments):
+            yield replace(self, environments=environments)
+
+
+def environment_kinds(recipe: Recipe, tasks: Tasks) -> dict[str, EnvironmentKind]:
+    """Return what each environment of the tasks has, by its class.
+
+    Raises:
+        RecipeError: An environment cannot be made, a problem names none, or nothing rewards its
+            conversations.
+    """
+    kinds = dict[str, EnvironmentKind]()
+    with contextlib.closing(Environments(1, recipe.task.timeout)) as environments:
+        for task in tasks.all:
+            for problem in task.problems():
+                name = _environment_of(task, problem)
+                if name is not None and name not in kinds:
+                    kinds[name] = environments.describe(name, _key(task))
+                    _check_rewards(task, name, kinds[name])
+    return kinds
+
+
+def with_tools(recipe: Recipe, tasks: Tasks) -> tuple[Tasks, dict[str, EnvironmentKind]]:
+    """Return the tasks with the tools of its environment in each prompt, and what these have.
+
+    Raises:
+        RecipeError: As `environment_kinds` says.
+    """
+    kinds = environment_kinds(recipe, tasks)
+
+    def given(task: Task, problem: Problem) -> Problem:
+        name = task.environment_of(problem)
+        tools = kinds[name].tools if name is not None else ()
+        return replace(problem, tools=(*problem.tools, *tools)) if tools else problem
+
+    def tooled(task: Task) -> Task:
+        train = tuple(given(task, problem) for problem in task.train)
+        held_out = tuple(given(task, problem) for problem in task.held_out)
+        return replace(task, train=train, held_out=held_out)
+
+    return tasks.mapped(tooled) if kinds else tasks, kinds
+
+
+def conversations(form: PromptFormat, kinds: Mapping[str, EnvironmentKind]) -> Conversations | None:
+    """Return what conversations need; None: there are no environments.
+
+    Raises:
+        RecipeError: The model's chat template is not fit for the environments.
+    """
+    if not kinds:
+        return None
+    tools = any(kind.tools for kind in kinds.values() if not kind.replies)
+    replies = any(kind.replies for kind in kinds.values())
+    turns = ChatTurns.of(form, f"environment={next(iter(kinds))}", tools=tools, replies=replies)
+    return Conversations(turns=turns, kinds=kinds)
+
+
+def _environment_of(task: Task, problem: Problem) -> str | None:
+    try:
+        return task.environment_of(problem)
+    except KeyError as error:
+        known = ", ".join(task.environments)
+        rule = f"the column environment of {shown(repr(problem.text), 40)} is {error}"
+        raise RecipeError(f"{_key(task)}: {rule}; it must be one of {known}") from None
+
+
+def _check_rewards(task: Task, name: str, kind: EnvironmentKind) -> None:
+    others = task.rewards is not None and len(task.rewards.functions) > 1
+    if not kind.rewards and not others:
+        rule = "has no method get_reward, and no function of rewards is named"
+        raise RecipeError(f"{_key(task)}={name}: {rule}; add one of both")
+
+
+def _key(task: Task) -> str:
+    """Return the key that names the environments of a task."""
+    return f"{task.source.partition('.')[0]}.environment" if "." in task.source else task.source
