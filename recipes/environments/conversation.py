@@ -47,7 +47,8 @@ class Conversation:
         calls: Tool calls.
         errors: Those that failed.
         seconds: Time in the environment.
-        score: Reward of the environment, or why there is none.
+        scores: What the environment says (""), or why it says nothing, and what reward functions
+            that take the environment say, by name.
     """
 
     prompt_ids: list[int]
@@ -60,7 +61,7 @@ class Conversation:
     calls: int = 0
     errors: int = 0
     seconds: float = 0.0
-    score: Score = field(default_factory=Score)
+    scores: dict[str, Score] = field(default_factory=dict)
 
     @property
     def turns(self) -> int:
@@ -132,13 +133,19 @@ class Talk:
         served = _Served(process, name, self.kinds[name], done)
         try:
             self._talk(served, problem, seeds)
-            if served.kind.rewards:
-                done.score = score_of(served.ask("reward"))
-        except EnvironmentFault as error:
-            done.score = Score(fault=str(error))
-        except ValueError as error:
-            done.score = Score(fault=f"{name}: get_reward returned {error}")
+            self._judge(served, problem)
+        except (EnvironmentFault, ValueError) as error:
+            done.scores = {"": Score(fault=str(error))}
         return done
+
+    def _judge(self, served: _Served, problem: Any) -> None:
+        """Ask for the rewards of a conversation that has ended."""
+        done = served.conversation
+        if served.kind.rewards:
+            done.scores[""] = score_of(served.ask("reward"))
+        given = {**problem.columns, "prompts": [*problem.turns], "completions": done.messages}
+        for name in served.kind.judges:
+            done.scores[name] = score_of(served.ask("judged", name, given))
 
     def _talk(self, served: _Served, problem: Any, seeds: Sequence[int]) -> None:
         done = served.conversation

@@ -29,11 +29,13 @@ class EnvironmentKind:
         tools: Its tools as JSON schemas.
         replies: Whether it replies to whole answers.
         rewards: Whether it gives rewards.
+        judges: Reward functions that take the environment, by name.
     """
 
     tools: Sequence[Mapping[str, Any]]
     replies: bool
     rewards: bool
+    judges: Sequence[str] = ()
 
 
 class EnvironmentProcess:
@@ -110,14 +112,19 @@ class Environments:
             self._processes.append(self._own.process)
         return function(self._own.process, *args)
 
-    def describe(self, name: str, key: str) -> EnvironmentKind:
+    def describe(self, name: str, key: str, functions: Sequence[str] = ()) -> EnvironmentKind:
         """Return what an environment has, for the recipe's key that names it.
+
+        Args:
+            name: Its class.
+            key: The key.
+            functions: Reward functions by name, of which it may be an argument.
 
         Raises:
             RecipeError: It cannot be made, or has nothing to call.
         """
         try:
-            found = self.start(EnvironmentProcess.ask, name, "describe").result()
+            found = self.start(EnvironmentProcess.ask, name, "describe", functions).result()
         except EnvironmentFault as error:
             text = str(error).removeprefix(f"{name}: describe: ").removeprefix(f"{name}: ")
             raise RecipeError(f"{key}={name}: {text}") from error

@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import resource
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -88,8 +88,8 @@ class _Environment:
     def call(self, method: str, arguments: Any) -> Any:
         return getattr(self, f"_{method}")(*arguments)
 
-    def _describe(self) -> Mapping[str, Any]:
-        """Return the tools as JSON schemas, whether answers are replied to, and rewards given."""
+    def _describe(self, functions: Sequence[str]) -> Mapping[str, Any]:
+        """Return what the environment has, and which reward functions take environments."""
         from transformers.utils import get_json_schema
 
         replies = callable(self._made)
@@ -97,7 +97,8 @@ class _Environment:
             raise RecipeError("has neither public methods, which are tools, nor __call__")
         schemas = [get_json_schema(tool) for tool in self._tools.values()]
         rewards = callable(getattr(self._made, "get_reward", None))
-        return {"tools": schemas, "replies": replies, "rewards": rewards}
+        judges = [name for name in functions if ":" in name and _takes_environments(name)]
+        return {"tools": schemas, "replies": replies, "rewards": rewards, "judges": judges}
 
     def _reset(self, row: Mapping[str, Any]) -> str:
         """Begin a conversation; return what is added to its last message."""
@@ -128,6 +129,22 @@ class _Environment:
     def _reward(self) -> float | None:
         reward = _result(self._made.get_reward())
         return None if reward is None else float(reward)
+
+    def _judged(self, name: str, given: Mapping[str, Any]) -> float | None:
+        """Return the reward of a function that takes environments, for this one."""
+        function = import_named(name)
+        parameters = inspect.signature(function).parameters
+        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        lists = {key: [value] for key, value in given.items() if takes_all or key in parameters}
+        (reward,) = _result(function(environments=[self._made], **lists))
+        return None if reward is None else float(reward)
+
+
+def _takes_environments(name: str) -> bool:
+    """Return whether a reward function has such an argument; not, if it cannot be imported."""
+    with contextlib.suppress(RecipeError, TypeError, ValueError):
+        return "environments" in inspect.signature(import_named(name)).parameters
+    return False
 
 
 def _text(said: Any) -> str:

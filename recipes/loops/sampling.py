@@ -90,7 +90,7 @@ class Samples:
         """Return what reward functions get of each answer."""
         parts = self.tasks, self.problems, self.texts, self.ended, self.response_ids
         talks: Sequence[Any] = self.conversations or [None] * len(self.texts)
-        earned = [talk and talk.score for talk in talks]
+        earned = [talk.scores if talk else {} for talk in talks]
         return list(map(to_answer, *parts, self.rendered or [""] * len(self.texts), earned))
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:

@@ -19,17 +19,18 @@ class EnvironmentReward:
     """The reward that an environment gives, as a reward function.
 
     Args:
-        label: Name of the environment's class.
+        label: Name of the environment's class, or of a function that takes the environment.
+        function: The function; empty: the environment itself gives the reward.
     """
 
     linear = True
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, label: str, function: str = "") -> None:
+        self.label, self.function = label, function
 
     def __call__(self, answer: Answer) -> Score:
-        """Return what the environment said of the conversation."""
-        return answer.earned or Score()
+        """Return what was said of the conversation in the environment's process."""
+        return answer.earned.get(self.function, Score())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,8 @@ class RewardSet:
         """Return the key and value that name a function in a recipe."""
         source = self.functions[index]
         name = "name" if is_scorer(source) else "rewards"
-        name = "environment" if isinstance(source, EnvironmentReward) else name
+        if isinstance(source, EnvironmentReward) and not source.function:
+            name = "environment"
         return f"{self.key}.{name}={self.labels[index]}"
 
     def scored(self, scores: Sequence[Score], answer: Answer) -> Scored:

@@ -24,7 +24,8 @@ class Answer:
         set: Name of the problem's set, if `Rewards` has several.
         rendered_prompt: The prompt as the chat template writes it.
         problem: The problem (`recipes.tasks.Problem`), which scorers of tasks get.
-        earned: What the environment says of the conversation; None: there was none.
+        earned: Of a conversation, what the environment says (""), and what reward functions that
+            take the environment say, by name.
     """
 
     prompt: Any
@@ -36,7 +37,7 @@ class Answer:
     set: str = ""
     rendered_prompt: str = ""
     problem: Any = None
-    earned: "Score | None" = None
+    earned: "Mapping[str, Score]" = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from recipes.config.recipe import Recipe
 from recipes.environments import EnvironmentKind, Environments
 from recipes.errors import RecipeError, shown
+from recipes.rewards.reward_set import EnvironmentReward
 from recipes.setup.chat_turns import ChatTurns
 from recipes.setup.prompts import PromptFormat
 from recipes.tasks import Problem, Task, Tasks
@@ -47,7 +48,9 @@ def environment_kinds(recipe: Recipe, tasks: Tasks) -> dict[str, EnvironmentKind
             for problem in task.problems():
                 name = _environment_of(task, problem)
                 if name is not None and name not in kinds:
-                    kinds[name] = environments.describe(name, _key(task))
+                    functions = task.rewards.functions if task.rewards else ()
+                    named = [item for item in functions if isinstance(item, str)]
+                    kinds[name] = environments.describe(name, _key(task), named)
                     _check_rewards(task, name, kinds[name])
     return kinds
 
@@ -65,10 +68,19 @@ def with_tools(recipe: Recipe, tasks: Tasks) -> tuple[Tasks, dict[str, Environme
         tools = kinds[name].tools if name is not None else ()
         return replace(problem, tools=(*problem.tools, *tools)) if tools else problem
 
+    judges = {name for kind in kinds.values() for name in kind.judges}
+
     def tooled(task: Task) -> Task:
         train = tuple(given(task, problem) for problem in task.train)
         held_out = tuple(given(task, problem) for problem in task.held_out)
-        return replace(task, train=train, held_out=held_out)
+        rewards = task.rewards
+        if rewards is not None:
+            functions = [
+                EnvironmentReward(name, name) if name in judges else name
+                for name in rewards.functions
+            ]
+            rewards = replace(rewards, functions=functions)
+        return replace(task, train=train, held_out=held_out, rewards=rewards)
 
     return tasks.mapped(tooled) if kinds else tasks, kinds
 

@@ -152,8 +152,8 @@ def prepare(
     _check_packages(recipe)
     check_training(recipe)
     tasks = tasks or make_tasks(recipe.task, recipe.eval.sets)
-    try_rewards(tasks, recipe.task)
     tasks, kinds = with_tools(recipe, tasks)
+    try_rewards(tasks, recipe.task)
     with described_model(recipe, tasks) as (model_dir, tokenizer):
         recipe = with_adapters(recipe, model_dir)
         tasks, form = encoded_tasks(recipe, tasks, tokenizer, started)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from recipes.config.sections import ProblemSection, TaskSection
@@ -104,7 +105,7 @@ def to_answer(
     ended: bool,
     ids: Sequence[int],
     rendered_prompt: str = "",
-    earned: Score | None = None,
+    earned: Mapping[str, Score] = MappingProxyType({}),
 ) -> Answer:
     """Return an answer to a problem of a set, for `Rewards`."""
     return Answer(

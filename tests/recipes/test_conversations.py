@@ -18,7 +18,8 @@ from tests.helpers.recipes.tiny_runs import MakeRun, rows, same_rows
 FEW = ("loop.prompts_per_step=6", "loop.samples_per_prompt=4", "loop.parallel_environments=4")
 SHORT = (*FEW, "eval.problems=8", "eval.every=2", "samples=16")
 WORLDS = "task.environment=tests.helpers.recipes.worlds"
-TALKATIVE = (*SHORT, f"{WORLDS}:Friend", "exact=true")
+JUDGE = "tests.helpers.recipes.worlds:by_calls"
+TALKATIVE = (*SHORT, f"{WORLDS}:Friend", f"task.rewards={JUDGE}", "exact=true")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,10 @@ def test_samples_have_every_message(short: Path) -> None:
     for sample, roles in zip(samples, talks, strict=True):
         assert roles == (["assistant", "user"] * len(roles))[: len(roles)]
         assert sample["completion"].startswith("assistant: ")
-        assert sample["figures"]["Friend"] == sample["reward"]
+        numbers = sample["figures"]
+        assert sample["reward"] == pytest.approx(numbers["Friend"] + numbers["by_calls"])
+        thousandths = round(1000 * (numbers["by_calls"] - len(roles) / 10))
+        assert thousandths % 1000 in range(1, 9), "the column number, after whole answers"
 
 
 def test_a_resumed_run_repeats_the_conversations(

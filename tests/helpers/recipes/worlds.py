@@ -122,6 +122,15 @@ class Friend(Echo):
         return len(self.heard) - sum(self.heard) / 100
 
 
+def by_calls(
+    environments: list[Any], completions: list[Any], number: list[int], **columns: Any
+) -> list[float]:
+    """Reward conversations by their environments, as reward functions of TRL do."""
+    lengths = map(len, completions)
+    rows = zip(environments, lengths, number, strict=True)
+    return [len(world.heard) + turns / 10 + of / 1000 for world, turns, of in rows]
+
+
 class Unrewarding:
     """Its reward cannot be computed."""
 

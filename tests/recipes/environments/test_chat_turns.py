@@ -190,7 +190,7 @@ def test_a_model_calls_tools_of_an_environment_in_its_process() -> None:
     done = environments.start(talk.converse, world, problem, range(5)).result()
     environments.close()
     assert (done.calls, done.errors, done.turns, done.ended) == (3, 1, 3, True)
-    assert done.score.reward == 2.0 and done.text == "nine"
+    assert done.scores[""].reward == 2.0 and done.text == "nine"
     tools = [str(item["content"]) for item in done.messages if item["role"] == "tool"]
     assert tools == ["3", "{'error': 'no luck at all'}", "7"]
     assert "Add two numbers." in prompts[0]

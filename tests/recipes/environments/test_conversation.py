@@ -90,14 +90,14 @@ def test_ids_are_those_of_the_engine_and_the_mask_is_true_for_its_answers(
 
     kind = EnvironmentKind(tools=[{}] * tools, replies=not tools, rewards=True)
     talk = Talk(form=ScriptedFormat(), ask=ask, kinds={"e": kind}, turns=turns, max_tokens=room)
-    problem = SimpleNamespace(prompt_ids=array("i", [70, 71]), columns={})
+    problem = SimpleNamespace(prompt_ids=array("i", [70, 71]), columns={}, turns=())
     process: Any = ScriptedProcess(observation, replies, fails)
     done = talk.converse(process, "e", problem, [100 + turn for turn in range(turns)])
 
     row = [*done.prompt_ids, *done.response_ids]
     assert len(row) <= 2 + room, "an observation counts like the rest"
     if observation >= room:
-        assert not asked and "leaves no room" in done.score.fault
+        assert not asked and "leaves no room" in done.scores[""].fault
         return
     assert 1 <= len(asked) == done.turns <= turns
     at = 0
@@ -113,7 +113,7 @@ def test_ids_are_those_of_the_engine_and_the_mask_is_true_for_its_answers(
     assert all(number == (-token if own else 0.0) for number, token, own in numbers)
     assert done.weight_versions == sorted(done.weight_versions)
     assert len(done.weight_versions) == len(done.response_ids)
-    assert (done.score == Score(reward=0.5)) or done.score.fault == "gone"
+    assert done.scores in ({"": Score(reward=0.5)}, {"": Score(fault="gone")})
 
 
 def test_a_prompt_without_an_environment_is_answered_once() -> None:
@@ -127,7 +127,7 @@ def test_a_prompt_without_an_environment_is_answered_once() -> None:
     problem, process = SimpleNamespace(prompt_ids=array("i", [70])), Any
     done = talk.converse(process, None, problem, [5, 6, 7])  # type: ignore[arg-type]
     assert (done.response_ids, done.learned, done.ended) == ([4], [True], False)
-    assert done.text == "[4]" and done.score == Score()
+    assert done.text == "[4]" and done.scores == {}
 
 
 def test_an_empty_conversation_has_no_text() -> None:

@@ -30,13 +30,14 @@ def tool(process: EnvironmentProcess, name: str, arguments: str = "{}") -> tuple
 
 
 def test_tools_are_described_and_called(process: EnvironmentProcess) -> None:
-    found = process.ask(WORLD, "describe")
+    found = process.ask(WORLD, "describe", [f"{HERE}:by_calls", f"{HERE}:Echo", "math"])
     names = [entry["function"]["name"] for entry in found["tools"]]
     assert "add" in names and not {"reset", "get_reward"} & {*names}
     add = next(entry["function"] for entry in found["tools"] if entry["function"]["name"] == "add")
     assert add["description"] == "Add two numbers."
     assert add["parameters"]["required"] == ["a"]
     assert (found["rewards"], found["replies"]) == (True, False)
+    assert found["judges"] == [f"{HERE}:by_calls"]
     assert process.ask(WORLD, "reset", {"says": " hello", "other": 1}) == " hello"
     assert tool(process, "add", '{"a": 2, "b": 3}') == ("5", False)
     assert tool(process, "wait", '{"seconds": 0.01}') == ("waited", False)
