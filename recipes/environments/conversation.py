@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +26,7 @@ class ConversationFormat(Protocol):
         """Return the token ids of a prompt whose last message an observation ends."""
 
     def read(self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Any) -> Message:
-        """Return an answer as a message; without tools, all of it is its content."""
+        """Return an answer, without its end token, as a message; without tools, it is content."""
 
     def bridge(self, replies: Sequence[Message]) -> list[int]:
         """Return the token ids from the end of an answer to the begin of the next one."""
@@ -134,24 +135,26 @@ class Talk:
         try:
             self._talk(served, problem, seeds)
             self._judge(served, problem)
-        except (EnvironmentFault, ValueError) as error:
+        except EnvironmentFault as error:
             done.scores = {"": Score(fault=str(error))}
         return done
 
     def _judge(self, served: _Served, problem: Any) -> None:
         """Ask for the rewards of a conversation that has ended."""
         done = served.conversation
-        if served.kind.rewards:
-            done.scores[""] = score_of(served.ask("reward"))
         given = {**problem.columns, "prompts": [*problem.turns], "completions": done.messages}
-        for name in served.kind.judges:
-            done.scores[name] = score_of(served.ask("judged", name, given))
+        with _blamed(served.name):
+            if served.kind.rewards:
+                done.scores[""] = score_of(served.ask("reward"))
+            for name in served.kind.judges:
+                done.scores[name] = score_of(served.ask("judged", name, given))
 
     def _talk(self, served: _Served, problem: Any, seeds: Sequence[int]) -> None:
         done = served.conversation
         given = done.prompt_ids
         said = served.ask("reset", {**problem.columns})
-        begun = self.form.begin(problem, said).tolist() if said else given
+        with _blamed(served.name):
+            begun = self.form.begin(problem, said).tolist() if said else given
         left = room = self.max_tokens - (len(begun) - len(given))
         if room < 1:
             rule = f"leaves no room in sampling.max_tokens={self.max_tokens}"
@@ -164,7 +167,8 @@ class Talk:
             if turn + 1 == self.turns:
                 done.messages += replies  # nobody reads them any more
                 return
-            ids = self.form.bridge(replies)
+            with _blamed(served.name):
+                ids = self.form.bridge(replies)
             left = room - len(done.response_ids) - len(ids)
             if left < 1:
                 done.ended = False
@@ -176,9 +180,19 @@ class Talk:
         before = [*done.prompt_ids, *done.response_ids]
         completion = self.ask(before, most, seed)
         done.ended = completion.finish_reason == "stop"
-        message = self.form.read(completion.token_ids, before, tools)
+        body = completion.token_ids[: -1 if done.ended else None]
+        message = self.form.read(body, before, tools)
         done.answered(completion, message)
         return message
+
+
+@contextlib.contextmanager
+def _blamed(name: str) -> Iterator[None]:
+    """Turn a ValueError about what an environment says into its fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise EnvironmentFault(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,11 @@ class EnvironmentProcess:
             raise EnvironmentFault(f"{name}: {method} took longer than {seconds:g} s")
         try:
             value, error = json.loads(process.receive_text(_LONGEST_REPLY))
-        except (EOFError, ValueError):  # A tool can run code of the model, which can send anything.
+        except (
+            EOFError,
+            TypeError,
+            ValueError,
+        ):  # A tool can run code of the model, which can send anything.
             raise EnvironmentFault(f"{name}: {method} ended its process: {self._end()}") from None
         if error:
             raise EnvironmentFault(f"{name}: {method}: {error}")

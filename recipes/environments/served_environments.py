@@ -95,7 +95,7 @@ class _Environment:
         replies = callable(self._made)
         if not replies and not self._tools:
             raise RecipeError("has neither public methods, which are tools, nor __call__")
-        schemas = [get_json_schema(tool) for tool in self._tools.values()]
+        schemas = [] if replies else [get_json_schema(tool) for tool in self._tools.values()]
         rewards = callable(getattr(self._made, "get_reward", None))
         judges = [name for name in functions if ":" in name and _takes_environments(name)]
         return {"tools": schemas, "replies": replies, "rewards": rewards, "judges": judges}

@@ -1,9 +1,10 @@
 """Turns of a conversation as token ids: what a model said stays as it was sampled."""
 
 import copy
+import threading
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipes.errors import RecipeError
@@ -35,6 +36,8 @@ class ChatTurns:
 
     form: PromptFormat
     reader: Any = None
+    _turn: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Of the tokenizer, which threads cannot share."""
 
     @classmethod
     def of(cls, form: PromptFormat, key: str, *, tools: bool, replies: bool) -> "ChatTurns":
@@ -60,17 +63,18 @@ class ChatTurns:
         """Return the token ids of a prompt whose last message an observation ends."""
         *before, last = problem.turns
         said = {**last, "content": f"{last['content']}{observation}"}
-        return self.form.encode([replace(problem, prompt=(*before, said))])[0]
+        with self._turn:
+            return self.form.encode([replace(problem, prompt=(*before, said))])[0]
 
     def read(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Any]
     ) -> Message:
-        """Return an answer as a message; without tools, all of it is its content."""
-        if not tools:
-            eos = self.form.tokenizer.eos_token_id
-            body = [*token_ids][:-1] if token_ids and token_ids[-1] == eos else [*token_ids]
-            return {"role": "assistant", "content": decode(self.form.tokenizer, [body])[0]}
-        read = self.reader.parse(token_ids, prompt_ids, tools)
+        """Return an answer, without its end token, as a message; without tools, it is content."""
+        with self._turn:
+            if not tools:
+                content = decode(self.form.tokenizer, [[*token_ids]])[0]
+                return {"role": "assistant", "content": content}
+            read = self.reader.parse(token_ids, prompt_ids, tools)
         content = "".join([read.content, *read.unread])
         message = {"role": "assistant", "content": content, "reasoning_content": read.reasoning}
         message["tool_calls"] = [*read.tool_calls]
@@ -82,8 +86,9 @@ class ChatTurns:
         Raises:
             ValueError: The template does not write an answer and its end token before the replies.
         """
-        text, end = self._after_answer(replies)
-        ids: list[int] = self.form.tokenizer(text, add_special_tokens=False)["input_ids"]
+        with self._turn:
+            text, end = self._after_answer(replies)
+            ids: list[int] = self.form.tokenizer(text, add_special_tokens=False)["input_ids"]
         eos = self.form.tokenizer.eos_token_id
         ends = [place for place, token in enumerate(ids) if token == eos]
         return ids[ends[text[:end].count(self.form.tokenizer.eos_token) - 1] + 1 :]

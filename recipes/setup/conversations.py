@@ -1,8 +1,10 @@
 """Conversations of a run: the environments of its tasks, and the chat format of their turns."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from recipes.config.recipe import Recipe
 from recipes.environments import EnvironmentKind, Environments
@@ -68,7 +70,7 @@ def with_tools(recipe: Recipe, tasks: Tasks) -> tuple[Tasks, dict[str, Environme
         tools = kinds[name].tools if name is not None else ()
         return replace(problem, tools=(*problem.tools, *tools)) if tools else problem
 
-    judges = {name for kind in kinds.values() for name in kind.judges}
+    judges = {*chain.from_iterable(kind.judges for kind in kinds.values())}
 
     def tooled(task: Task) -> Task:
         train = tuple(given(task, problem) for problem in task.train)
@@ -93,9 +95,9 @@ def conversations(form: PromptFormat, kinds: Mapping[str, EnvironmentKind]) -> C
     """
     if not kinds:
         return None
-    tools = any(kind.tools for kind in kinds.values() if not kind.replies)
+    tools = any(kind.tools for kind in kinds.values())
     replies = any(kind.replies for kind in kinds.values())
-    turns = ChatTurns.of(form, f"environment={next(iter(kinds))}", tools=tools, replies=replies)
+    turns = ChatTurns.of(form, "task.environment", tools=tools, replies=replies)
     return Conversations(turns=turns, kinds=kinds)
 
 
@@ -117,4 +119,4 @@ def _check_rewards(task: Task, name: str, kind: EnvironmentKind) -> None:
 
 def _key(task: Task) -> str:
     """Return the key that names the environments of a task."""
-    return f"{task.source.partition('.')[0]}.environment" if "." in task.source else task.source
+    return re.sub(r"\.(name|data)=.*", "", task.source, flags=re.S) + ".environment"

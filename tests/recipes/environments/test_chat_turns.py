@@ -128,15 +128,13 @@ def test_several_tools_answer_one_turn() -> None:
 
 def test_answers_are_read_as_messages() -> None:
     turns = ChatTurns(form=form_of("qwen2_5"))
-    end = turns.form.tokenizer.eos_token_id
-    said = [*ids(turns.form, "yes"), end]
-    assert turns.read(said, [], ()) == {"role": "assistant", "content": "yes"}
-    assert turns.read(said[:-1], [], ()) == {"role": "assistant", "content": "yes"}
+    message = turns.read(ids(turns.form, "yes"), [], ())
+    assert message == {"role": "assistant", "content": "yes"}
 
 
 def test_tool_calls_are_read_from_ids() -> None:
     turns = ChatTurns.of(form_of("qwen3"), "task.environment", tools=True, replies=False)
-    text = 'so\n<tool_call>\n{"name": "f", "arguments": {"a": [1, 2]}}\n</tool_call><|im_end|>'
+    text = 'so\n<tool_call>\n{"name": "f", "arguments": {"a": [1, 2]}}\n</tool_call>'
     message = turns.read(ids(turns.form, text), [], [{"type": "function"}])
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": [1, 2]}'}
