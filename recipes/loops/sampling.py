@@ -1,8 +1,6 @@
 """Answers of a step: which prompts, how they are sampled, and what the trainer gets of them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
@@ -11,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.config.sections import SamplingSection
-from recipes.environments import Conversation, Talk
+from recipes.environments import Conversation
+from recipes.loops.conversing import Begun, converse
 from recipes.rewards import Answer, Scored
 from recipes.setup.model_files import decode
 from recipes.setup.preparation import Setup
@@ -19,7 +18,7 @@ from recipes.tasks import Problem, Task
 from recipes.tasks.schedule import pick_problems
 from recipes.tasks.scoring import to_answer
 from recipes.tasks.split import hash_text
-from rollout import Completion, Engine, EngineLoop, Rollout, SamplingParams
+from rollout import Completion, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
 from trainer_bridge.learning import Tokens
 
@@ -216,7 +215,7 @@ def answer(
 
 
 def _talked(
-    rollout: Any,
+    rollout: Rollout,
     setup: Setup,
     prompts: Sequence[tuple[Task, Problem]],
     seeds: Sequence[int],
@@ -224,47 +223,16 @@ def _talked(
     samples: int,
 ) -> Samples:
     """Return conversations that begin with prompts, `samples` with each, as `answer` does."""
-    recipe, found = setup.recipe, setup.conversations
-    assert found is not None and found.environments is not None, "see Setup.opened"
-    begun = list[tuple[Task, Problem, str]]()
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        begun += [(*prompt, f"{seed}/{at}") for at in range(samples)]
-    with _submitting(rollout) as submit:
-
-        def ask(ids: Sequence[int], most: int, seed: int) -> Completion:
-            params = SamplingParams(
-                max_tokens=most,
-                seed=seed,
-                temperature=temperature,
-                adapter=recipe.served_adapter,
-            )
-            return submit(ids, params).result()[0]
-
-        talk = Talk(
-            form=found.turns,
-            ask=ask,
-            kinds=found.kinds,
-            turns=recipe.loop.turns,
-            max_tokens=recipe.sampling.max_tokens,
-        )
-        futures = [
-            found.environments.start(
-                talk.converse, task.environment_of(problem), problem, _turn_seeds(seed, talk.turns)
-            )
-            for task, problem, seed in begun
-        ]
-        try:
-            talks = [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+    begun = list[Begun]()
+    for (task, problem), seed in zip(prompts, seeds, strict=True):
+        begun += (Begun(task, problem, f"{seed}/{at}") for at in range(samples))
+    talks = converse(rollout, setup, begun, temperature)
     logprobs = Tokens.of([talk.logprobs for talk in talks])
-    _check_finite(logprobs, recipe.model.dtype)
+    _check_finite(logprobs, setup.recipe.model.dtype)
     prompt_ids = [talk.prompt_ids for talk in talks]
     return Samples(
-        tasks=[task for task, _, _ in begun],
-        problems=[problem for _, problem, _ in begun],
+        tasks=[one.task for one in begun],
+        problems=[one.problem for one in begun],
         prompt_ids=prompt_ids,
         response_ids=[talk.response_ids for talk in talks],
         logprobs=logprobs,
@@ -275,23 +243,6 @@ def _talked(
         rendered=decode(setup.tokenizer, prompt_ids),
         conversations=talks,
     )
-
-
-def _turn_seeds(seed: str, turns: int) -> list[int]:
-    return [hash_text(f"{seed}/{turn}") >> 1 for turn in range(turns)]
-
-
-@contextmanager
-def _submitting(rollout: Any) -> Iterator[Callable[..., Future[list[Completion]]]]:
-    """Yield a function that begins to answer a request, whatever others there are."""
-    if not isinstance(rollout, Engine):
-        yield rollout.submit
-        return
-    loop = EngineLoop(rollout)
-    try:
-        yield loop.submit
-    finally:
-        loop.close()
 
 
 def _check_finite(logprobs: Tokens, dtype: str) -> None:

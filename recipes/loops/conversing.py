@@ -1,0 +1,101 @@
+"""Conversations of one generation: beside each other, on one engine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from recipes.environments import Conversation, Talk
+from recipes.setup.preparation import Setup
+from recipes.tasks import Problem, Task
+from recipes.tasks.split import hash_text
+from rollout import Completion, Engine, EngineLoop, Rollout, SamplingParams
+
+Submit = Callable[[Sequence[int], SamplingParams], Future[list[Completion]]]
+"""Begins to answer a prompt, together with all other requests."""
+
+
+class Begun(NamedTuple):
+    """What a conversation begins with.
+
+    Attributes:
+        task: Set of the problem.
+        problem: The problem.
+        seed: What decides the seeds of its turns.
+    """
+
+    task: Task
+    problem: Problem
+    seed: str
+
+    def turn_seeds(self, turns: int) -> list[int]:
+        """Return a seed below 2**63 for each turn."""
+        return [hash_text(f"{self.seed}/{turn}") >> 1 for turn in range(turns)]
+
+
+def converse(
+    rollout: Rollout, setup: Setup, begun: Sequence[Begun], temperature: float
+) -> list[Conversation]:
+    """Let conversations run beside each other, each with its environment, up to their ends.
+
+    Args:
+        rollout: The engine, which must be awake.
+        setup: The prepared recipe, opened (`Setup.opened`).
+        begun: What they begin with.
+        temperature: Sampling temperature.
+
+    Returns:
+        The conversations, in the order of `begun`.
+    """
+    found = setup.conversations
+    assert found is not None and found.environments is not None, "see Setup.opened"
+    with _submitting(rollout) as submit:
+        talk = _talk(setup, submit, temperature)
+        futures = [
+            found.environments.start(
+                talk.converse,
+                one.task.environment_of(one.problem),
+                one.problem,
+                one.turn_seeds(talk.turns),
+            )
+            for one in begun
+        ]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _talk(setup: Setup, submit: Submit, temperature: float) -> Talk:
+    """Return what the conversations have in common."""
+    recipe, found = setup.recipe, setup.conversations
+    assert found is not None
+    alike: dict[str, Any] = {"temperature": temperature, "adapter": recipe.served_adapter}
+
+    def ask(ids: Sequence[int], most: int, seed: int) -> Completion:
+        params = SamplingParams(max_tokens=most, seed=seed, **alike)
+        (completion,) = submit(ids, params).result()
+        return completion
+
+    return Talk(
+        form=found.turns,
+        ask=ask,
+        kinds=found.kinds,
+        turns=recipe.loop.turns,
+        max_tokens=recipe.sampling.max_tokens,
+    )
+
+
+@contextmanager
+def _submitting(rollout: Any) -> Iterator[Submit]:
+    """Yield what submits requests to the engine, of this process or of actors."""
+    if not isinstance(rollout, Engine):
+        yield rollout.submit
+        return
+    loop = EngineLoop(rollout)
+    try:
+        yield loop.submit
+    finally:
+        loop.close()
