@@ -689,7 +689,7 @@ BUGS = [
         "corrections compare the tokens of tools",
         "recipes/loops/corrections.py",
         "recipes/loops/test_corrections.py",
-        "rollout, logprobs = batch.learned(samples.logprobs), batch.learned(logprobs)",
+        "rollout, logprobs = samples.learned(samples.logprobs), samples.learned(logprobs)",
         "rollout = samples.logprobs",
     ),
 ]

@@ -41,13 +41,12 @@ def correct_step(setup: Setup, samples: Samples, logprobs: Tokens) -> StepCorrec
     recipe = setup.recipe
     if not setup.scores_before_update:
         return StepCorrection()
-    batch = samples.batch(1.0)
-    rollout, logprobs = batch.learned(samples.logprobs), batch.learned(logprobs)
+    rollout, logprobs = samples.learned(samples.logprobs), samples.learned(logprobs)
     corrected = correct(rollout.values, logprobs.values, rollout.lengths, options(recipe))
     if recipe.correction_mode == "none":
         return StepCorrection(figures=corrected.figures)
     return StepCorrection(
-        weights=batch.whole(rollout.with_values(corrected.weights)),
+        weights=samples.whole(rollout.with_values(corrected.weights)),
         rejected=frozenset(row for row, kept in enumerate(corrected.kept) if not kept),
         figures=corrected.figures,
     )

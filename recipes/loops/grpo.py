@@ -22,7 +22,6 @@ log-probabilities with the trainer's; its weights correct the loss for the diffe
 order is a function of (recipe.seed, step), like prompts and sampling seeds.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from recipes.config.recipe import Recipe
@@ -63,8 +62,7 @@ class GrpoLoop(Loop):
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples, scoring)
         correction = correct_step(self.setup, samples, logprobs)
-        bare = samples.batch(self.temperature)
-        own = bare.learned(logprobs), ref_logprobs and bare.learned(ref_logprobs)
+        own = samples.learned(logprobs), ref_logprobs and samples.learned(ref_logprobs)
         figures = reference_figures(*own) | correction.figures
         figures |= self.unreplayed_mismatch(step, samples)
         self.to_train()
@@ -72,11 +70,10 @@ class GrpoLoop(Loop):
             rewards = [score.reward for score in scores]
             advantages = compute_advantages(recipe, rewards, *own)
             if isinstance(advantages, Tokens):
-                advantages = bare.whole(advantages)
-        fields: dict[str, Any] = {self.setup.logprobs_field: logprobs}
-        batch = replace(
-            bare,
-            **fields,
+                advantages = samples.whole(advantages)
+        batch = samples.batch(
+            self.temperature,
+            **{self.setup.logprobs_field: logprobs},
             advantages=advantages,
             weights=correction.weights,
             ref_logprobs=ref_logprobs if recipe.kl_in == "loss" else None,

@@ -69,15 +69,13 @@ class PpoLoop(Loop):
             values = trainer.compute_values(samples.batch(1.0))
         logprobs, scores = self.score(samples, scoring)
         correction = correct_step(self.setup, samples, logprobs)
-        bare = samples.batch(self.temperature)
-        own = bare.learned(logprobs), ref_logprobs and bare.learned(ref_logprobs)
+        own = samples.learned(logprobs), ref_logprobs and samples.learned(ref_logprobs)
         row: dict[str, Any] = reference_figures(*own) | correction.figures
         row |= self.unreplayed_mismatch(step, samples)
         self.to_train()
-        fields: dict[str, Any] = {self.setup.logprobs_field: logprobs}
-        batch = replace(
-            bare,
-            **fields,
+        batch = samples.batch(
+            self.temperature,
+            **{self.setup.logprobs_field: logprobs},
             ref_logprobs=ref_logprobs,
             weights=correction.weights,
             values=values,

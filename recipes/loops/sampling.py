@@ -62,6 +62,14 @@ class Samples:
             return list(map(len, self.response_ids))
         return [sum(own) for own in self.mask]
 
+    def learned(self, numbers: Tokens) -> Tokens:
+        """Return the numbers of the tokens that the policy generated, from those of all."""
+        return numbers if self.mask is None else numbers.where(self.mask)
+
+    def whole(self, learned: Tokens) -> Tokens:
+        """Return numbers of all response tokens; the inverse of `learned`, 0 elsewhere."""
+        return learned if self.mask is None else learned.spread(self.mask)
+
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Return the answers of all parts in their order."""

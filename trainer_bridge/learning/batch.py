@@ -176,12 +176,7 @@ class SequenceBatch:
         Returns:
             These numbers, and 0 for the other response tokens.
         """
-        if self.mask is None:
-            return learned
-        mask = Tokens.of(self.mask)
-        values = np.zeros(len(mask.values))
-        values[mask.values] = learned.values
-        return mask.with_values(values)
+        return learned if self.mask is None else learned.spread(Tokens.of(self.mask))
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
         """Return a field's values for the tokens of a micro batch that are to be learned.

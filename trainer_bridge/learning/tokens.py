@@ -78,6 +78,12 @@ class Tokens(Sequence[list[Any]]):
         ends = taken.lengths.cumsum()
         return Tokens(self.values[taken.values], counts[ends] - counts[ends - taken.lengths])
 
+    def spread(self, taken: Tokens) -> Tokens:
+        """Return numbers of all tokens, 0 where `taken` is false; the inverse of `where`."""
+        values = np.zeros(len(taken.values))
+        values[taken.values] = self.values
+        return taken.with_values(values)
+
     def answers_at(self, taken: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return, for each token that the mask `taken` [N] selects, the index of its answer."""
         return np.repeat(np.arange(len(self)), self.lengths)[taken]
