@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from recipes.config.sections import ProblemSection, TaskSection
@@ -105,7 +104,7 @@ def to_answer(
     ended: bool,
     ids: Sequence[int],
     rendered_prompt: str = "",
-    earned: Mapping[str, Score] = MappingProxyType({}),
+    earned: Mapping[str, Score] | None = None,
 ) -> Answer:
     """Return an answer to a problem of a set, for `Rewards`."""
     return Answer(
@@ -118,7 +117,7 @@ def to_answer(
         set=task.name,
         rendered_prompt=rendered_prompt or problem.text,
         problem=problem,
-        earned=earned,
+        earned=earned or {},
     )
 
 
