@@ -121,7 +121,7 @@ def _of_sets(recipe: Recipe) -> Faults:
             yield f"{key}.data", "names no data for name=file", remedy
         if part.data is not None and not file:
             yield f"{key}.data", f"needs {key}.name=file", f"set {key}.name=file"
-        if file and part.answer_column is None and not part.rewards:
+        if file and part.answer_column is None and not (part.rewards or part.environment):
             remedy = f"set {key}.answer_column=answer, or {key}.rewards=[MODULE:FUNCTION]"
             yield f"{key}.answer_column", "without answers, nothing scores", remedy
         if (other := keys.setdefault(part.set_name, key)) != key:

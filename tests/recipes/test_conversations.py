@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -110,3 +111,13 @@ def test_recipes_that_cannot_converse_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=refusal):
         prepare(load("guess", words), tmp_path)
+
+
+def test_rows_of_a_file_need_no_answers(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"game {n}"}) + "\n" for n in range(20)))
+    words = ["task.name=file", f"task.data={data}", "task.answer_column=null", f"{WORLDS}:Friend"]
+    setup = prepare(load("guess", [*words, "loop.prompts_per_step=2"]), tmp_path)
+    (task,) = setup.tasks.trained
+    assert task.environment_of(task.train[0]) == "tests.helpers.recipes.worlds:Friend"
+    assert setup.conversations is not None
