@@ -74,25 +74,8 @@ def _faults(recipe: Recipe) -> Faults:
     yield from _of_devices(recipe)
     yield from _of_cycle(recipe)
     yield from _of_staleness(recipe) if recipe.loop.max_staleness else ()
-    yield from _of_environments(recipe)
     if recipe.engine.kind in HOSTED:
         yield from _of_hosted(recipe, HOSTED[recipe.engine.kind])
-
-
-def _of_environments(recipe: Recipe) -> Faults:
-    """Yield what conversations with environments exclude."""
-    sets = sections.sets_by_key(recipe.task, recipe.eval.sets)
-    for key, part in sets.items():
-        if part.environment == {}:
-            yield f"{key}.environment", "names no class"
-    if not any(part.environment or part.name == "guess" for part in sets.values()):
-        return
-    rule = "conversations with environments need the native engine"
-    if recipe.engine.kind in HOSTED:
-        yield "engine.kind", rule
-    for key in ("loop.max_staleness", "loop.router_replay"):
-        if recipe.value(key):
-            yield key, "conversations with environments exclude it"
 
 
 def _of_random_model(recipe: Recipe) -> Faults:
@@ -119,6 +102,8 @@ def _of_sets(recipe: Recipe) -> Faults:
         if file and part.data is None:
             remedy = f"set {key}.data=FILE, or ORG/NAME of a data set on the Hub"
             yield f"{key}.data", "names no data for name=file", remedy
+        if part.environment == {}:
+            yield f"{key}.environment", "names no class"
         if part.data is not None and not file:
             yield f"{key}.data", f"needs {key}.name=file", f"set {key}.name=file"
         if file and part.answer_column is None and not (part.rewards or part.environment):

@@ -67,13 +67,9 @@ class EnvironmentProcess:
         if not process.connection.poll(seconds):
             self._end()
             raise EnvironmentFault(f"{name}: {method} took longer than {seconds:g} s")
-        try:
+        try:  # A tool may run code of the model, which can send anything.
             value, error = json.loads(process.receive_text(_LONGEST_REPLY))
-        except (
-            EOFError,
-            TypeError,
-            ValueError,
-        ):  # A tool can run code of the model, which can send anything.
+        except (EOFError, TypeError, ValueError):
             raise EnvironmentFault(f"{name}: {method} ended its process: {self._end()}") from None
         if error:
             raise EnvironmentFault(f"{name}: {method}: {error}")

@@ -3,19 +3,18 @@
 The process imports neither torch nor the rest of a run, unless an environment does.
 """
 
-import asyncio
 import contextlib
 import inspect
 import json
 import os
 import resource
-from collections.abc import Awaitable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 
+from recipes.awaited import run_awaited
 from recipes.errors import RecipeError, one_line, shown, typed
 from recipes.importing import import_named
 
@@ -102,10 +101,7 @@ class _Environment:
 
     def _reset(self, row: Mapping[str, Any]) -> str:
         """Begin a conversation; return what is added to its last message."""
-        parameters = inspect.signature(self._made.reset).parameters
-        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-        given = row if takes_all else {name: row[name] for name in parameters.keys() & row.keys()}
-        said = _result(self._made.reset(**given))
+        said = _result(self._made.reset(**_taken(self._made.reset, row)))
         return "" if said is None else _text(said)
 
     def _tool(self, name: str, arguments: str) -> tuple[str, bool]:
@@ -133,9 +129,7 @@ class _Environment:
     def _judged(self, name: str, given: Mapping[str, Any]) -> float | None:
         """Return the reward of a function that takes environments, for this one."""
         function = import_named(name)
-        parameters = inspect.signature(function).parameters
-        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-        lists = {key: [value] for key, value in given.items() if takes_all or key in parameters}
+        lists = {name: [value] for name, value in _taken(function, given).items()}
         (reward,) = _result(function(environments=[self._made], **lists))
         return None if reward is None else float(reward)
 
@@ -162,14 +156,12 @@ def _text(said: Any) -> str:
 
 def _result(value: Any) -> Any:
     """Return a value, awaited if it is awaitable."""
-    return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value
+    return run_awaited(value) if inspect.isawaitable(value) else value
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
-
-
-@cache
-def _runner() -> asyncio.Runner:
-    """Return the one event loop of this process, so that environments can keep connections."""
-    return asyncio.Runner()
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments among those given that a function has."""
+    parameters = inspect.signature(function).parameters
+    if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
+        return given
+    return {name: given[name] for name in parameters.keys() & given.keys()}

@@ -8,12 +8,12 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.awaited import run_awaited
 from recipes.config.literals import Extract
 from recipes.errors import RecipeError, counted, one_line, shown
 from recipes.importing import import_function
@@ -103,7 +103,7 @@ class RewardFunction:
         if self.kind == "groups":
             yield from self._batch(answers)
         elif self.kind == "together":
-            yield from _run(self._together(answers))
+            yield from run_awaited(self._together(answers))
         else:
             end = time.monotonic() + seconds
             for answer in answers:
@@ -185,7 +185,7 @@ class RewardFunction:
 
     def _result(self, result: Any) -> Any:
         """Return the result of a call, awaited if it is awaitable."""
-        return _run(self._in_time(result)) if inspect.isawaitable(result) else result
+        return run_awaited(self._in_time(result)) if inspect.isawaitable(result) else result
 
     async def _in_time(self, call: Awaitable[Any]) -> Any:
         """Await a call; cancel a late one, and give it time to clean up."""
@@ -244,22 +244,3 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def too_long(timeout: float) -> str:
     return f"took longer than {timeout:g} s"
-
-
-def _run(call: Any) -> Any:
-    """Run a coroutine in the one event loop of this process, so functions can keep connections."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _runner().run(call)
-    return _thread().submit(_runner().run, call).result()  # This thread runs a notebook's loop.
-
-
-@cache
-def _runner() -> asyncio.Runner:
-    return asyncio.Runner()
-
-
-@cache
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "async rewards")

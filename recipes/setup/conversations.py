@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 
 from recipes.config.recipe import Recipe
 from recipes.environments import EnvironmentKind, Environments
-from recipes.errors import RecipeError, shown
+from recipes.errors import RecipeError, refused, shown
 from recipes.rewards.reward_set import EnvironmentReward
 from recipes.setup.chat_turns import ChatTurns
 from recipes.setup.prompts import PromptFormat
@@ -46,10 +47,10 @@ def environment_kinds(recipe: Recipe, tasks: Tasks) -> dict[str, EnvironmentKind
     """
     kinds = dict[str, EnvironmentKind]()
     with contextlib.closing(Environments(1, recipe.task.timeout)) as environments:
-        for task in tasks.all:
+        for task in filter(attrgetter("environments"), tasks.all):
             for problem in task.problems():
                 name = _environment_of(task, problem)
-                if name is not None and name not in kinds:
+                if name not in kinds:
                     functions = task.rewards.functions if task.rewards else ()
                     named = [item for item in functions if isinstance(item, str)]
                     kinds[name] = environments.describe(name, _key(task), named)
@@ -61,9 +62,12 @@ def with_tools(recipe: Recipe, tasks: Tasks) -> tuple[Tasks, dict[str, Environme
     """Return the tasks with the tools of its environment in each prompt, and what these have.
 
     Raises:
-        RecipeError: As `environment_kinds` says.
+        RecipeError: As `environment_kinds` says, or the recipe excludes conversations.
     """
     kinds = environment_kinds(recipe, tasks)
+    if not kinds:
+        return tasks, kinds
+    _check_recipe(recipe)
 
     def given(task: Task, problem: Problem) -> Problem:
         name = task.environment_of(problem)
@@ -84,7 +88,7 @@ def with_tools(recipe: Recipe, tasks: Tasks) -> tuple[Tasks, dict[str, Environme
             rewards = replace(rewards, functions=functions)
         return replace(task, train=train, held_out=held_out, rewards=rewards)
 
-    return tasks.mapped(tooled) if kinds else tasks, kinds
+    return tasks.mapped(tooled), kinds
 
 
 def conversations(form: PromptFormat, kinds: Mapping[str, EnvironmentKind]) -> Conversations | None:
@@ -101,13 +105,25 @@ def conversations(form: PromptFormat, kinds: Mapping[str, EnvironmentKind]) -> C
     return Conversations(turns=turns, kinds=kinds)
 
 
-def _environment_of(task: Task, problem: Problem) -> str | None:
+def _environment_of(task: Task, problem: Problem) -> str:
+    """Return the class of the environment of a problem, in a task that has environments."""
     try:
-        return task.environment_of(problem)
+        return str(task.environment_of(problem))
     except KeyError as error:
         known = ", ".join(task.environments)
         rule = f"the column environment of {shown(repr(problem.text), 40)} is {error}"
         raise RecipeError(f"{_key(task)}: {rule}; it must be one of {known}") from None
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    """Refuse what conversations with environments exclude."""
+    if recipe.engine.hosted:
+        rule = "conversations with environments need the native engine"
+        raise refused("engine.kind", recipe.engine.kind, rule, "native")
+    for key, off in (("loop.max_staleness", 0), ("loop.router_replay", False)):
+        if recipe.value(key):
+            rule = "conversations with environments exclude it"
+            raise refused(key, recipe.value(key), rule, off)
 
 
 def _check_rewards(task: Task, name: str, kind: EnvironmentKind) -> None:

@@ -1,4 +1,4 @@
-"""The task `guess` of several turns, which a random model learns in a minute."""
+"""The task `guess` of several turns, which a random model learns on a CPU."""
 
 import itertools
 

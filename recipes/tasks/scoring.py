@@ -67,8 +67,9 @@ def reward_set(section: ProblemSection, task: Task, build: Build, key: str) -> R
     """Return the reward functions of a set, or its own scorer if the section names none."""
     columns: dict[str, None] = {}
     functions: list[Any] = [*section.rewards]
-    if classes := {**task.environments, **section.environments}:
-        functions.insert(0, EnvironmentReward("+".join(dict.fromkeys(classes.values()))))
+    if task.environments:
+        classes = dict.fromkeys(task.environments.values())
+        functions.insert(0, EnvironmentReward("+".join(classes)))
     for problem in task.problems():
         columns |= dict.fromkeys(problem.columns)
     return RewardSet(

@@ -79,6 +79,7 @@ def make_task(section: ProblemSection, key: str = "task") -> Task:
         RecipeError: The set cannot be built.
     """
     task = source_of(section, key)
+    task = replace(task, environments=section.environments or task.environments)
     source = f"name={section.name}" if section.data is None else f"data={section.data}"
     return replace(
         task,
@@ -86,7 +87,6 @@ def make_task(section: ProblemSection, key: str = "task") -> Task:
         weight=section.weight,
         source=f"{key}.{source}",
         rewards=reward_set(section, task, source_of, key),
-        environments=section.environments or task.environments,
     )
 
 
