@@ -104,9 +104,11 @@ def _of_sets(recipe: Recipe) -> Faults:
             yield f"{key}.data", "names no data for name=file", remedy
         if part.environment == {}:
             yield f"{key}.environment", "names no class"
+        if part.environment and part.agent:
+            yield f"{key}.agent", "takes the place of an environment; name one of both"
         if part.data is not None and not file:
             yield f"{key}.data", f"needs {key}.name=file", f"set {key}.name=file"
-        if file and part.answer_column is None and not (part.rewards or part.environment):
+        if file and part.answer_column is None and not (part.rewards or part.environments):
             remedy = f"set {key}.answer_column=answer, or {key}.rewards=[MODULE:FUNCTION]"
             yield f"{key}.answer_column", "without answers, nothing scores", remedy
         if (other := keys.setdefault(part.set_name, key)) != key:

@@ -352,6 +352,7 @@ class LoopSection:
         turns: Most answers of one conversation with an environment.
         parallel_environments: Conversations with environments at a time, each of which has a
             process of its own.
+        agent_timeout: Seconds that `task.agent` may take for one conversation.
         max_staleness: Updates by which the weights that sample may be older than those that learn.
             1: engines on devices of their own sample the next step's answers during the update.
     """
@@ -363,6 +364,7 @@ class LoopSection:
     router_replay: bool = False
     turns: Count = 8
     parallel_environments: Count = 32
+    agent_timeout: Positive = 600.0
     max_staleness: Literal[0, 1] = 0
 
 
@@ -439,6 +441,8 @@ class ProblemSection:
         environment: Class whose methods are tools, or which replies to answers, such as
             my_env.py:Wordle; or a mapping of names to classes, of which the column environment
             chooses. null: the model answers once.
+        agent: Function that asks the model by itself, through OpenAI's API, such as
+            my_agent.py:solve; in place of an environment.
     """
 
     name: Annotated[str, Field(pattern=r"^(toy|guess|file|[^:]+:\w+)$", examples=["toy"])]
@@ -456,11 +460,12 @@ class ProblemSection:
     extract: Extract = "text"
     correct_by: str | None = None
     environment: Named | dict[str, Named] | None = None
+    agent: Named | None = None
 
     @property
     def environments(self) -> dict[str, str]:
-        """Return the classes of `environment` by name; the only one has no name."""
-        named = self.environment or {}
+        """Return the classes of `environment` by name, or `agent`; the only one has no name."""
+        named = self.environment or self.agent or {}
         return {"": named} if isinstance(named, str) else named
 
     @property

@@ -3,7 +3,6 @@
 Importing this package imports no torch, so that these processes start fast.
 """
 
-from recipes.environments.conversation import Conversation, ConversationFormat, Talk
 from recipes.environments.environments import (
     EnvironmentFault,
     EnvironmentKind,
@@ -13,12 +12,9 @@ from recipes.environments.environments import (
 from recipes.environments.guess_game import Guess
 
 __all__ = [
-    "Conversation",
-    "ConversationFormat",
     "EnvironmentFault",
     "EnvironmentKind",
     "EnvironmentProcess",
     "Environments",
     "Guess",
-    "Talk",
 ]

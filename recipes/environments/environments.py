@@ -23,19 +23,21 @@ class EnvironmentFault(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentKind:
-    """What an environment has.
+    """What an environment has, or an agent in its place.
 
     Attributes:
         tools: Its tools as JSON schemas.
         replies: Whether it replies to whole answers.
         rewards: Whether it gives rewards.
         judges: Reward functions that take the environment, by name.
+        agent: Whether it is a function that asks the model by itself.
     """
 
-    tools: Sequence[Mapping[str, Any]]
-    replies: bool
+    tools: Sequence[Mapping[str, Any]] = ()
+    replies: bool = False
     rewards: bool
     judges: Sequence[str] = ()
+    agent: bool = False
 
 
 class EnvironmentProcess:
@@ -53,8 +55,10 @@ class EnvironmentProcess:
         self._made: set[str] = set()
         self._closed = False
 
-    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+    def ask(self, name: str, method: str, *arguments: Any, seconds: float | None = None) -> Any:
         """Call a method of an environment, as `served_environments.serve` does.
+
+        It may take `seconds`, or else the timeout of all calls.
 
         Raises:
             EnvironmentFault: It raised an error, took too long, or ended the process.
@@ -62,7 +66,9 @@ class EnvironmentProcess:
         if self._closed:
             raise EnvironmentFault(f"{name}: {method} was not called: the run ends")
         process = self._process = self._process or SupervisedProcess(_MODULE, quiet=True)
-        seconds = self._timeout if name in self._made else max(LOADING, self._timeout)
+        seconds = self._timeout if seconds is None else seconds
+        if name not in self._made:
+            seconds = max(LOADING, seconds)
         process.send((name, method, arguments))
         if not process.connection.poll(seconds):
             self._end()

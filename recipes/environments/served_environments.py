@@ -33,17 +33,18 @@ def serve(connection: Connection) -> None:
     """Call methods of environments.
 
     A message is (name, method, arguments), where the name is `package.module:Class` or
-    `file.py:Class`; the first one with a name makes the environment. The reply is (value, error) as
+    `file.py:Class`, or that of a function, an agent; the first one with a name makes the
+    environment. The reply is (value, error) as
     JSON: what the method returned, and an empty text, or None and what it raised.
     """
     _limit()
-    environments: dict[str, _Environment] = {}
+    environments: dict[str, _Environment | _Agent] = {}
     with contextlib.suppress(EOFError):
         while True:
             name, method, arguments = connection.recv()
             try:
                 if name not in environments:
-                    environments[name] = _Environment(name)
+                    environments[name] = _made(import_named(name))
                 reply = environments[name].call(method, arguments), ""
             except RecipeError as error:
                 reply = None, str(error)
@@ -73,11 +74,36 @@ def _tasks(process: psutil.Process) -> int:
     return 0
 
 
+def _made(found: Any) -> "_Environment | _Agent":
+    return _Environment(found()) if inspect.isclass(found) else _Agent(found)
+
+
+class _Agent:
+    """A function that asks the model by itself."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def call(self, method: str, arguments: Any) -> Any:
+        return getattr(self, f"_{method}")(*arguments)
+
+    def _describe(self, functions: Sequence[str]) -> Mapping[str, Any]:
+        return {"agent": True, "rewards": True}
+
+    def _solve(self, row: Mapping[str, Any], access: Mapping[str, str]) -> float | None:
+        """Return the reward of a row; clients of OpenAI find the model without further words."""
+        for name in ("base_url", "api_key"):
+            os.environ[f"OPENAI_{name.upper()}"] = access[name]
+        given = _taken(self._function, {"row": row, **access})
+        reward = _result(self._function(**given))
+        return None if reward is None else float(reward)
+
+
 class _Environment:
     """An environment by the protocol of TRL's `environment_factory`, and what may be called."""
 
-    def __init__(self, name: str) -> None:
-        self._made = import_named(name)()
+    def __init__(self, made: Any) -> None:
+        self._made = made
         if not callable(getattr(self._made, "reset", None)):
             raise RecipeError("has no method reset; define it")
         public = inspect.getmembers(type(self._made), predicate=inspect.isfunction)

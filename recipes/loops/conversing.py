@@ -1,18 +1,15 @@
 """Conversations of one generation: beside each other, on one engine."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-from recipes.environments import Conversation, Talk
+from recipes.loops.conversation import AgentAccess, Conversation, Talk
+from recipes.setup.agent_server import Submit
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Task
 from recipes.tasks.split import hash_text
 from rollout import Completion, Engine, EngineLoop, Rollout, SamplingParams
-
-Submit = Callable[[Sequence[int], SamplingParams], Future[list[Completion]]]
-"""Begins to answer a prompt, together with all other requests."""
 
 
 class Begun(NamedTuple):
@@ -36,7 +33,7 @@ class Begun(NamedTuple):
 def converse(
     rollout: Rollout, setup: Setup, begun: Sequence[Begun], temperature: float
 ) -> list[Conversation]:
-    """Let conversations run beside each other, each with its environment, up to their ends.
+    """Let conversations run beside each other up to their ends, each with environment or agent.
 
     Args:
         rollout: The engine, which must be awake.
@@ -49,7 +46,11 @@ def converse(
     """
     found = setup.conversations
     assert found is not None and found.environments is not None, "see Setup.opened"
-    with _submitting(rollout) as submit:
+    agents = found.agents
+    with (
+        _submitting(rollout) as submit,
+        agents.answering(submit) if agents is not None else nullcontext(),
+    ):
         talk = _talk(setup, submit, temperature)
         futures = [
             found.environments.start(
@@ -79,12 +80,17 @@ def _talk(setup: Setup, submit: Submit, temperature: float) -> Talk:
         (completion,) = submit(ids, params).result()
         return completion
 
+    agents = None
+    if found.agents is not None:
+        params, timeout = SamplingParams(**alike), recipe.loop.agent_timeout
+        agents = AgentAccess(server=found.agents, params=params, timeout=timeout)
     return Talk(
         form=found.turns,
         ask=ask,
         kinds=found.kinds,
         turns=recipe.loop.turns,
         max_tokens=recipe.sampling.max_tokens,
+        agents=agents,
     )
 
 

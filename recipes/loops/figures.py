@@ -53,6 +53,7 @@ def _of_conversations(samples: Samples) -> dict[str, float]:
         "turns": float(np.mean([talk.turns for talk in talks])),
         "tool_calls": sum(talk.calls for talk in talks),
         "tool_errors": sum(talk.errors for talk in talks),
+        "forks": sum(len(talk.rows) - 1 for talk in talks),
         "environment_seconds": float(np.mean([talk.seconds for talk in talks])),
     }
 

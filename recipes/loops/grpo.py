@@ -80,6 +80,6 @@ class GrpoLoop(Loop):
             routed_experts=samples.routed_experts,
         )
         taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
-        batch = batch.select(taken)
-        parts = mini_batches(len(batch), loop.epochs, loop.mini_batches, recipe.seed, step)
+        batch = batch.of_answers(taken)
+        parts = mini_batches(len(taken), loop.epochs, loop.mini_batches, recipe.seed, step)
         return figures | self.update_actor(batch, parts)

@@ -253,7 +253,7 @@ class Loop(abc.ABC):
             figures = update(self.trainer.update_actor, batch, parts)
         seconds = max(time.monotonic() - started, 1e-9)
         if figures and operations is not None:
-            taken = batch.select([*chain.from_iterable(parts)])  # an answer once in each epoch
+            taken = batch.of_answers([*chain.from_iterable(parts)])  # an answer once in each epoch
             needed = operations.update(taken.lengths, taken.num_tokens)
             figures["update_tflops"] = needed / seconds / self.setup.recipe.cluster.size / 1e12
         return figures
@@ -269,7 +269,8 @@ class Loop(abc.ABC):
         # With adapters, the reference is their frozen base, which the policy has on the device.
         self.to_score(PARAMS if self.setup.recipe.lora.rank else REFERENCE)
         with self.stage("compute_ref_log_prob"):
-            return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
+            batch = samples.batch(self.temperature)
+            return batch.by_answer(self.trainer.compute_ref_log_prob(batch))
 
     def score(self, samples: Samples, scoring: Scoring) -> tuple[Tokens, list[Scored]]:
         """Return log-probabilities under the weights that sampled, and the answers' scores.
@@ -289,7 +290,7 @@ class Loop(abc.ABC):
 
     def _compute_log_prob(self, samples: Samples, routed: Any) -> Tokens:
         batch = samples.batch(self.temperature, routed_experts=routed)
-        return self.trainer.compute_log_prob(batch)
+        return batch.by_answer(self.trainer.compute_log_prob(batch))
 
     def unreplayed_mismatch(self, step: int, samples: Samples) -> dict[str, float]:
         """Return the log-prob mismatch without router replay.

@@ -66,7 +66,8 @@ class PpoLoop(Loop):
         ref_logprobs = self.score_by_reference(samples)
         self.to_score(CRITIC)
         with self.stage("compute_values"):
-            values = trainer.compute_values(samples.batch(1.0))
+            batch = samples.batch(1.0)
+            values = batch.by_answer(trainer.compute_values(batch))
         logprobs, scores = self.score(samples, scoring)
         correction = correct_step(self.setup, samples, logprobs)
         own = samples.learned(logprobs), ref_logprobs and samples.learned(ref_logprobs)
@@ -84,9 +85,9 @@ class PpoLoop(Loop):
         taken = correction.kept(usable(samples, scores, recipe.loss.mask_cut_off))
         with self.stage("compute_advantages"):
             rewards = [reward for i in taken if (reward := scores[i].reward) is not None]
-            batch, figures = with_advantages(batch.select(taken), rewards, recipe)
+            batch, figures = with_advantages(batch.of_answers(taken), rewards, recipe)
         loop = recipe.loop
-        parts = mini_batches(len(batch), loop.epochs, loop.mini_batches, recipe.seed, step)
+        parts = mini_batches(len(taken), loop.epochs, loop.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
             row |= figures | update(trainer.update_critic, batch, parts)
         if step > ppo.critic_warmup_steps:
@@ -105,7 +106,8 @@ def with_advantages(
     if not rewards:
         return batch, {}
     logprobs = batch.tokens("rollout_logprobs" if batch.old_logprobs is None else "old_logprobs")
-    ppo, lengths, values = recipe.ppo, logprobs.lengths.tolist(), batch.tokens("values").values
+    ppo, values = recipe.ppo, batch.tokens("values").values
+    lengths = batch.by_answer(logprobs).lengths.tolist()
     reference = None if batch.ref_logprobs is None else batch.tokens("ref_logprobs")
     penalties = kl_penalties(recipe, logprobs, reference).values
     earned = token_rewards(rewards, penalties, lengths)

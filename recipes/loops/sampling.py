@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recipes.config.sections import SamplingSection
-from recipes.environments import Conversation
+from recipes.loops.conversation import Conversation
 from recipes.loops.conversing import Begun, converse
 from recipes.rewards import Answer, Scored
 from recipes.setup.model_files import decode
@@ -101,9 +102,28 @@ class Samples:
         return list(map(to_answer, *parts, self.rendered or [""] * len(self.texts), earned))
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
-        """Return the trainer's batch, with further fields of `SequenceBatch` in `learning`."""
-        ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
-        return SequenceBatch(**ids, mask=self.mask, temperature=temperature, **learning)
+        """Return the trainer's batch, with further fields of `SequenceBatch` in `learning`.
+
+        The rows of a conversation become the parts of an answer.
+        """
+        fields: dict[str, Any] = {"mask": self.mask, **learning}
+        ids = self.prompt_ids, self.response_ids
+        if self.conversations is not None:
+            rows = [*chain.from_iterable(talk.rows for talk in self.conversations)]
+            ids = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+            counts = [len(talk.rows) for talk in self.conversations]
+            owners = np.repeat(np.arange(len(counts)), counts).tolist()
+            lengths = np.array([*map(len, ids[1])], np.int64)
+            for name, value in fields.items():
+                if isinstance(value, Tokens):
+                    fields[name] = Tokens(value.values, lengths)
+                elif value is not None:
+                    fields[name] = [value[owner] for owner in owners]
+            fields["answers"] = owners
+        prompts, responses = ids
+        return SequenceBatch(
+            prompt_ids=prompts, response_ids=responses, temperature=temperature, **fields
+        )
 
 
 def generate_sequences(
@@ -235,22 +255,29 @@ def _talked(
     for (task, problem), seed in zip(prompts, seeds, strict=True):
         begun += (Begun(task, problem, f"{seed}/{at}") for at in range(samples))
     talks = converse(rollout, setup, begun, temperature)
-    logprobs = Tokens.of([talk.logprobs for talk in talks])
+    prompt_ids = [talk.rows[0].prompt_ids for talk in talks]
+    logprobs = _of_rows(talks, "logprobs")
     _check_finite(logprobs, setup.recipe.model.dtype)
-    prompt_ids = [talk.prompt_ids for talk in talks]
     return Samples(
         tasks=[one.task for one in begun],
         problems=[one.problem for one in begun],
         prompt_ids=prompt_ids,
-        response_ids=[talk.response_ids for talk in talks],
+        response_ids=list(_of_rows(talks, "response_ids", np.int64)),
         logprobs=logprobs,
-        weight_versions=Tokens.of([talk.weight_versions for talk in talks], np.int64),
-        mask=Tokens.of([talk.learned for talk in talks], bool),
+        weight_versions=_of_rows(talks, "weight_versions", np.int64),
+        mask=_of_rows(talks, "learned", bool),
         texts=[talk.text for talk in talks],
         ended=[talk.ended for talk in talks],
         rendered=decode(setup.tokenizer, prompt_ids),
         conversations=talks,
     )
+
+
+def _of_rows(talks: Sequence[Conversation], name: str, dtype: Any = None) -> Tokens:
+    """Return a field of all rows by conversation, whose rows follow each other."""
+    read = attrgetter(name)
+    columns = [[*chain.from_iterable(map(read, talk.rows))] for talk in talks]
+    return Tokens.of(columns, dtype)
 
 
 def _check_finite(logprobs: Tokens, dtype: str) -> None:

@@ -35,7 +35,7 @@ def update(
 
     Without parts there is no update, and no figure.
     """
-    figures = [learn(batch.select(part)) for part in parts]
+    figures = [learn(batch.of_answers(part)) for part in parts]
     return {
         name: statistics.fmean(map(itemgetter(name), figures)) for name in next(iter(figures), {})
     }

@@ -21,12 +21,13 @@ class EnvironmentReward:
     Args:
         label: Name of the environment's class, or of a function that takes the environment.
         function: The function; empty: the environment itself gives the reward.
+        key: Key of the set that names it.
     """
 
     linear = True
 
-    def __init__(self, label: str, function: str = "") -> None:
-        self.label, self.function = label, function
+    def __init__(self, label: str, function: str = "", key: str = "environment") -> None:
+        self.label, self.function, self.key = label, function, key
 
     def __call__(self, answer: Answer) -> Score:
         """Return what was said of the conversation in the environment's process."""
@@ -98,7 +99,7 @@ class RewardSet:
         source = self.functions[index]
         name = "name" if is_scorer(source) else "rewards"
         if isinstance(source, EnvironmentReward) and not source.function:
-            name = "environment"
+            name = source.key
         return f"{self.key}.{name}={self.labels[index]}"
 
     def scored(self, scores: Sequence[Score], answer: Answer) -> Scored:

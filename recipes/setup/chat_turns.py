@@ -5,29 +5,19 @@ import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from recipes.errors import RecipeError
 from recipes.setup.model_files import decode
 from recipes.setup.prompts import PromptFormat
 from recipes.tasks.problem import Message, Problem
-
-_ANSWER, _REPLY = "memsaver", "replied"  # texts that no template has
-_CALL = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "f", "arguments": {"x": _ANSWER}},
-}
-_TOOL_REPLY = {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": _REPLY}
+from rollout.chats import TurnBridge
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTurns:
     """The chat format of conversations.
-
-    What follows an answer is taken from a chat of its own, in which the template writes it after
-    the end token of another answer. So earlier tokens are never rendered anew, whatever the
-    template does to older turns.
 
     Attributes:
         form: Format of the prompts.
@@ -50,12 +40,11 @@ class ChatTurns:
             rule = "needs a chat template, and prompts are plain text; set task.template=FILE"
             raise RecipeError(f"{key}: {rule}")
         turns = cls(form=form, reader=_reader(form, key) if tools else None)
-        user = {"role": "user", "content": _REPLY}
-        for reply in [*[_TOOL_REPLY] * tools, *[user] * replies]:
+        for role in [*["tool"] * tools, *["user"] * replies]:
             try:
-                turns.check(reply)
+                turns.follows.check(role)
             except ValueError as error:
-                rule = f"the chat template cannot add a message of the role {reply['role']}"
+                rule = f"the chat template cannot add a message of the role {role}"
                 raise RecipeError(f"{key}: {rule}: {error}; set task.template=FILE") from error
         return turns
 
@@ -87,41 +76,33 @@ class ChatTurns:
             ValueError: The template does not write an answer and its end token before the replies.
         """
         with self._turn:
-            text, end = self._after_answer(replies)
-            ids: list[int] = self.form.tokenizer(text, add_special_tokens=False)["input_ids"]
-        eos = self.form.tokenizer.eos_token_id
-        ends = [place for place, token in enumerate(ids) if token == eos]
-        return ids[ends[text[:end].count(self.form.tokenizer.eos_token) - 1] + 1 :]
+            return self.follows.ids(replies)
 
-    def check(self, reply: Message) -> None:
-        """Raise a ValueError if the template cannot add a reply after an answer."""
-        text, end = self._after_answer([reply])
-        if reply["content"] not in text[end:]:
-            raise ValueError("it writes it before the end token of the answer")
-
-    def _after_answer(self, replies: Sequence[Message]) -> tuple[str, int]:
-        """Return a chat with an answer and replies, and where the answer's end token ends."""
-        answer: Message = {"role": "assistant", "content": _ANSWER}
-        if replies[0]["role"] == "tool":
-            answer = {**answer, "content": "", "tool_calls": [_CALL]}
-        chat = [{"role": "user", "content": "x"}, answer, *replies]
-        text = self.form.rendered(chat, add_generation_prompt=True)
-        eos = self.form.tokenizer.eos_token
-        end = text.find(eos, text.find(_ANSWER)) if _ANSWER in text else -1
-        if end < 0:
-            raise ValueError("it writes no end token after an answer")
-        return text, end + len(eos)
+    @property
+    def follows(self) -> TurnBridge:
+        """Return what the template writes after answers."""
+        rendered = partial(self.form.rendered, add_generation_prompt=True)
+        return TurnBridge(self.form.tokenizer, rendered)
 
 
-def _reader(form: PromptFormat, key: str) -> Any:
+def chat_of(form: PromptFormat, key: str) -> Any:
+    """Return the format of messages (`rollout.server.ChatFormat`), with a tokenizer of its own.
+
+    Raises:
+        RecipeError: A package that the key needs is missing.
+    """
     try:
         from rollout.server import ChatFormat
     except ImportError as error:
-        rule = f"reading tool calls needs {error.name}; run: pip install 'memsaver[serve]'"
+        rule = f"needs {error.name}; run: pip install 'memsaver[serve]'"
         raise RecipeError(f"{key}: {rule}") from error
-    tokenizer = copy.copy(form.tokenizer)
+    tokenizer = copy.deepcopy(form.tokenizer)
     tokenizer.chat_template = form.template
-    reader = ChatFormat(tokenizer)
+    return ChatFormat(tokenizer, template_arguments=form.arguments)
+
+
+def _reader(form: PromptFormat, key: str) -> Any:
+    reader = chat_of(form, key)
     if reader.tool_format is None:
         rule = "the model's chat template shows no form of tool calls that can be read"
         remedy = "take an environment with __call__, or another model"

@@ -11,7 +11,8 @@ from recipes.config.recipe import Recipe
 from recipes.environments import EnvironmentKind, Environments
 from recipes.errors import RecipeError, refused, shown
 from recipes.rewards.reward_set import EnvironmentReward
-from recipes.setup.chat_turns import ChatTurns
+from recipes.setup.agent_server import AgentServer
+from recipes.setup.chat_turns import ChatTurns, chat_of
 from recipes.setup.prompts import PromptFormat
 from recipes.tasks import Problem, Task, Tasks
 
@@ -24,18 +25,29 @@ class Conversations:
         turns: Chat format of their turns.
         kinds: What each environment has, by its class.
         environments: The processes; None: they are not open.
+        agents: The server for agents; None: it is not open, or there are none.
     """
 
     turns: ChatTurns
     kinds: Mapping[str, EnvironmentKind]
     environments: Environments | None = None
+    agents: AgentServer | None = None
 
     @contextlib.contextmanager
-    def opened(self, recipe: Recipe) -> Iterator["Conversations"]:
-        """Yield the conversations with processes, which end with the block."""
+    def opened(self, recipe: Recipe, longest: int) -> Iterator["Conversations"]:
+        """Yield the conversations with processes and server, which end with the block.
+
+        `longest` is the number of tokens that a conversation may have.
+        """
         environments = Environments(recipe.loop.parallel_environments, recipe.task.timeout)
-        with contextlib.closing(environments):
-            yield replace(self, environments=environments)
+        with contextlib.ExitStack() as undo:
+            undo.callback(environments.close)
+            agents = None
+            if any(kind.agent for kind in self.kinds.values()):
+                agents = undo.enter_context(
+                    contextlib.closing(AgentServer(self.turns.form, longest))
+                )
+            yield replace(self, environments=environments, agents=agents)
 
 
 def environment_kinds(recipe: Recipe, tasks: Tasks) -> dict[str, EnvironmentKind]:
@@ -54,7 +66,7 @@ def environment_kinds(recipe: Recipe, tasks: Tasks) -> dict[str, EnvironmentKind
                     functions = task.rewards.functions if task.rewards else ()
                     named = [item for item in functions if isinstance(item, str)]
                     kinds[name] = environments.describe(name, _key(task), named)
-                    _check_rewards(task, name, kinds[name])
+                    _check_kind(task, name, kinds[name])
     return kinds
 
 
@@ -99,9 +111,13 @@ def conversations(form: PromptFormat, kinds: Mapping[str, EnvironmentKind]) -> C
     """
     if not kinds:
         return None
+    agents = any(kind.agent for kind in kinds.values())
     tools = any(kind.tools for kind in kinds.values())
-    replies = any(kind.replies for kind in kinds.values())
-    turns = ChatTurns.of(form, "task.environment", tools=tools, replies=replies)
+    replies = agents or any(kind.replies for kind in kinds.values())
+    key = "task.agent" if agents else "task.environment"
+    turns = ChatTurns.of(form, key, tools=tools, replies=replies)
+    if agents:
+        chat_of(form, key)
     return Conversations(turns=turns, kinds=kinds)
 
 
@@ -126,7 +142,12 @@ def _check_recipe(recipe: Recipe) -> None:
             raise refused(key, recipe.value(key), rule, off)
 
 
-def _check_rewards(task: Task, name: str, kind: EnvironmentKind) -> None:
+def _check_kind(task: Task, name: str, kind: EnvironmentKind) -> None:
+    """Refuse an agent among environments, or the other way round, and what nothing rewards."""
+    if kind.agent != task.agent:
+        rule = "is a function, an agent" if kind.agent else "is a class, an environment"
+        other = "agent" if kind.agent else "environment"
+        raise RecipeError(f"{_key(task)}={name}: {rule}; name it by task.{other}")
     others = task.rewards is not None and len(task.rewards.functions) > 1
     if not kind.rewards and not others:
         rule = "has no method get_reward, and no function of rewards is named"
@@ -135,4 +156,5 @@ def _check_rewards(task: Task, name: str, kind: EnvironmentKind) -> None:
 
 def _key(task: Task) -> str:
     """Return the key that names the environments of a task."""
-    return re.sub(r"\.(name|data)=.*", "", task.source, flags=re.S) + ".environment"
+    own = "agent" if task.agent else "environment"
+    return f"{re.sub(r'[.](name|data)=.*', '', task.source, flags=re.S)}.{own}"

@@ -86,7 +86,7 @@ class Setup:
         if self.conversations is None:
             yield self
             return
-        with self.conversations.opened(self.recipe) as found:
+        with self.conversations.opened(self.recipe, self.max_request_tokens) as found:
             yield replace(self, conversations=found)
 
     @property

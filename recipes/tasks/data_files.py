@@ -62,7 +62,7 @@ class _Reader:
     def __init__(self, rows: Sequence[DataRow], section: ProblemSection, place: str) -> None:
         self._rows = rows
         self._names = [*dict.fromkeys(chain.from_iterable(row.values for row in rows))]
-        self._optional = bool(section.rewards or section.environment)
+        self._optional = bool(section.rewards or section.environments)
         self._prompt = self._located(section.prompt_column, f"{place}.prompt_column")
         self._answer: ColumnPath = ()
         if section.answer_column is not None:

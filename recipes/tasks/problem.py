@@ -92,7 +92,9 @@ class Task:
         left_out: Problems of the source that the set leaves out: their number and the reason.
         rewards: Reward functions of the answers, which `make_task` sets; None: the scorer, called
             in the process of the command.
-        environments: Classes of environments by name, as `task.environment`; empty: there are none.
+        environments: Classes of environments by name, as `task.environment`, or the function of
+            `task.agent`; empty: there are none.
+        agent: Whether it is the latter.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Task:
     left_out: tuple[str, ...] = ()
     rewards: RewardSet | None = None
     environments: Mapping[str, str] = field(default_factory=dict, hash=False)
+    agent: bool = False
 
     def environment_of(self, problem: Problem) -> str | None:
         """Return the class of the environment of a problem; None: it has none.

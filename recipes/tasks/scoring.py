@@ -69,7 +69,8 @@ def reward_set(section: ProblemSection, task: Task, build: Build, key: str) -> R
     functions: list[Any] = [*section.rewards]
     if task.environments:
         classes = dict.fromkeys(task.environments.values())
-        functions.insert(0, EnvironmentReward("+".join(classes)))
+        key = "agent" if task.agent else "environment"
+        functions.insert(0, EnvironmentReward("+".join(classes), key=key))
     for problem in task.problems():
         columns |= dict.fromkeys(problem.columns)
     return RewardSet(

@@ -79,7 +79,8 @@ def make_task(section: ProblemSection, key: str = "task") -> Task:
         RecipeError: The set cannot be built.
     """
     task = source_of(section, key)
-    task = replace(task, environments=section.environments or task.environments)
+    named = section.environments or task.environments
+    task = replace(task, environments=named, agent=bool(section.agent) or task.agent)
     source = f"name={section.name}" if section.data is None else f"data={section.data}"
     return replace(
         task,

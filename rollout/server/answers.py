@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
 
+from rollout.chats import RecordedTurn, SessionRecord
 from rollout.requests import Completion, Output, TokenScores
 from rollout.server.bodies import ChatBody, CompletionBody, SampledBody
 from rollout.server.text import AnswerMessage, AnswerText, ChatFormat, first_stop
@@ -38,6 +39,7 @@ class AnsweredSample:
         self._parsed_at = 0  # tokens
         self._offset = 0  # characters
         self._told = {"reasoning_content": "", "content": ""}
+        self._scores: list[tuple[float, int]] = []  # log-probability and version of each token
         self.ended = False
 
     @property
@@ -64,8 +66,12 @@ class AnsweredSample:
         self._ids += ids
         self.ended = reason is not None
         choice: Json = {"index": self._index}
+        delta = self._message_delta(new)
+        if self._asked.record is not None:
+            pairs = zip(output.logprobs, output.weight_versions, strict=True)
+            self._scores += [*pairs][:count]
+            self._record(reason, delta)
         if isinstance(self._asked.body, ChatBody):
-            delta = self._message_delta(new)
             if delta.get("tool_calls"):
                 reason = "tool_calls"
             choice |= _whole_message(delta) if whole else _message_piece(delta, first)
@@ -83,6 +89,7 @@ class AnsweredSample:
         """Return what is new of content, thoughts and tool calls."""
         asked = self._asked
         if not asked.parses:
+            self._told["content"] += text
             return {"content": text}
         if not self.ended and len(self._ids) < self._parsed_at * (1 + 1 / _SHARE):
             return {}
@@ -96,6 +103,25 @@ class AnsweredSample:
         if self.ended and now.tool_calls:
             delta["tool_calls"] = now.tool_calls
         return delta
+
+    def _record(self, reason: str | None, delta: Json) -> None:
+        """Record the sample if it has ended, with the calls of its last piece."""
+        record, body = self._asked.record, self._asked.body
+        if record is None or reason not in ("stop", "length"):
+            return
+        turn = RecordedTurn(
+            prompt_ids=self._asked.prompts[self._prompt],
+            completion=Completion(
+                token_ids=self._ids,
+                logprobs=[logprob for logprob, _ in self._scores],
+                finish_reason="stop" if reason == "stop" else "length",
+                weight_versions=[version for _, version in self._scores],
+            ),
+            messages=body.messages if isinstance(body, ChatBody) else (),
+            answer=_whole_message({**delta, **self._told})["message"],
+        )
+        arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else {}
+        record.add(turn, self._asked.tools, arguments)
 
     def _settled(self, now: AnswerMessage) -> dict[str, str]:
         """Return the texts of a message that later tokens do not change."""
@@ -151,6 +177,7 @@ class Asked:
         model: Name of the model that answers.
         prompts: Token ids of the prompts.
         kind: "chat.completion", "text_completion" or "token_completion".
+        record: Gets the samples that have ended; None: nobody does.
         since: When it came, in seconds of the monotonic clock.
     """
 
@@ -159,6 +186,7 @@ class Asked:
     model: str
     prompts: Sequence[Sequence[int]]
     kind: str
+    record: SessionRecord | None = None
     since: float = field(default_factory=time.monotonic)
     _texts: dict[int, str] = field(default_factory=dict)
 

@@ -5,11 +5,19 @@ import contextlib
 import hmac
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,7 +26,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
 from memsaver import StateError
-from rollout.loop import AsyncEngine, AsyncReplicas, QueueFull, TokenStream
+from rollout.chats import SessionRecord
+from rollout.loop import QueueFull, TokenStream
 from rollout.loop.engine_loop import PauseMode
 from rollout.requests import Completion, Output, SamplingParams
 from rollout.server.answers import Asked, Json, event, is_empty
@@ -57,8 +66,30 @@ class ServerOptions:
     max_body_bytes: int = 16 << 20
 
 
+class ServedEngine(Protocol):
+    """What a server asks: an `AsyncEngine`, `AsyncReplicas`, or anything like them."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it answers no requests any more."""
+
+    def submit(
+        self, token_ids: Sequence[int], params: SamplingParams, session: Hashable | None = None
+    ) -> TokenStream:
+        """Begin to answer a request."""
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        """Run no steps until `resume_generation`."""
+
+    async def resume_generation(self) -> None:
+        """Run steps again."""
+
+
 def make_app(
-    engine: AsyncEngine | AsyncReplicas, chat: ChatFormat, options: ServerOptions
+    engine: ServedEngine,
+    chat: ChatFormat,
+    options: ServerOptions,
+    records: Mapping[str, SessionRecord] | None = None,
 ) -> FastAPI:
     """Make the application, for uvicorn or any other ASGI server.
 
@@ -66,18 +97,21 @@ def make_app(
         engine: The engine, which the application does not close.
         chat: The model's chat format.
         options: What it serves, and for whom.
+        records: Sessions that are recorded, by the name in their routes; the caller adds and
+            removes them, and there are no other routes for answers. None: nothing is recorded.
 
     Returns:
         The application.
     """
-    server = _Server(engine, chat, options)
+    server = _Server(engine, chat, options, records)
     off: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(title="memsaver", max_body_size=options.max_body_bytes, **off)
     expected = (RequestValidationError, StarletteHTTPException, ValueError, StateError, QueueFull)
     for error in (*expected, Exception):  # servers log the traceback of the last
         app.add_exception_handler(error, _failed)
     keyed = [Depends(_needs(options.keys))]
-    app.include_router(server.model_routes(), dependencies=keyed)
+    if records is None:
+        app.include_router(server.model_routes(), dependencies=keyed)
     app.include_router(server.model_routes(), prefix="/sessions/{session}", dependencies=keyed)
     if options.admin_keys:
         app.include_router(
@@ -92,9 +126,14 @@ class _Server:
     """The routes of one application."""
 
     def __init__(
-        self, engine: AsyncEngine | AsyncReplicas, chat: ChatFormat, options: ServerOptions
+        self,
+        engine: ServedEngine,
+        chat: ChatFormat,
+        options: ServerOptions,
+        records: Mapping[str, SessionRecord] | None,
     ) -> None:
         self._engine, self._chat, self._options = engine, chat, options
+        self._records = records
         self._figures = ServerFigures()
         self._paused = False
 
@@ -130,7 +169,7 @@ class _Server:
         return await self._answer(request, body, prompts, "text_completion", session)
 
     async def chat(self, request: Request, body: ChatBody, session: str | None = None) -> Response:
-        encode = self._chat.encode
+        encode = (self._record(session) or self._chat).encode
         ids = encode(body.messages, body.tools, body.chat_template_kwargs)
         return await self._answer(request, body, [ids], "chat.completion", session)
 
@@ -171,10 +210,15 @@ class _Server:
         if self._paused and self._options.paused == "refuse":
             late = {"retry-after": str(_RETRY_SECONDS)}
             raise HTTPException(503, "generation is paused; ask again later", headers=late)
-        room = self._options.max_context_len - max(map(len, prompts))
-        params = body.params(room, self._adapter(body.model))
+        record, room = self._record(session), self._options.max_context_len - max(map(len, prompts))
+        params = [body.params(room, self._adapter(body.model))] * len(prompts)
+        if record is not None:
+            named = body.model_fields_set
+            params = [record.params(prompt, params[0], named) for prompt in prompts]
         model = body.model or self._options.model
-        asked = Asked(body=body, format=self._chat, model=model, prompts=prompts, kind=kind)
+        asked = Asked(
+            body=body, format=self._chat, model=model, prompts=prompts, kind=kind, record=record
+        )
         streams = self._submit(prompts, params, session)
         try:
             if body.stream:
@@ -188,6 +232,14 @@ class _Server:
             _end(streams)
             raise
 
+    def _record(self, session: str | None) -> SessionRecord | None:
+        """Return the record of a session, if sessions are recorded."""
+        if self._records is None:
+            return None
+        if (record := self._records.get(session or "")) is None:
+            raise HTTPException(404, "this session has ended, or has never begun")
+        return record
+
     def _adapter(self, model: str | None) -> str | None:
         if model in (None, self._options.model):
             return None
@@ -197,13 +249,13 @@ class _Server:
         raise HTTPException(404, f"model: {model} is not served here; {known} is")
 
     def _submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams, session: str | None
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], session: str | None
     ) -> list[TokenStream]:
         """Submit all prompts or none."""
         streams: list[TokenStream] = []
         try:
-            for prompt in prompts:
-                streams.append(self._engine.submit(prompt, params, session))
+            for prompt, how in zip(prompts, params, strict=True):
+                streams.append(self._engine.submit(prompt, how, session))
         except BaseException:
             _end(streams)
             raise

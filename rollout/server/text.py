@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from rollout.chats import TurnBridge
 from rollout.model.hub import resolve_model
 
 _MARKS = {"<arg_key>": "glm", "<function=": "qwen3.5", "tool▁sep": "deepseek-v3"}
@@ -108,10 +109,16 @@ class ChatFormat:
         tokenizer: The model's tokenizer, of transformers.
         tool_format: "qwen3" (also of Hermes), "qwen3.5", "glm" or "deepseek-v3"; None: what the
             chat template shows.
+        template_arguments: Further arguments of the chat template, which requests may replace.
     """
 
-    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_format: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self._arguments = tokenizer, template_arguments or {}
         template = str(tokenizer.chat_template or "")
         shown = (name for mark, name in _MARKS.items() if mark in template)
         self.tool_format = tool_format or next(shown, None)
@@ -159,12 +166,37 @@ class ChatFormat:
             raise ValueError("messages: the model has no chat template; use completions")
         if tools and self.tool_format is None:
             raise ValueError("tools: the model's chat template has no tool calls; leave them out")
-        renderer = self._renderer(template_arguments or {})
+        renderer = self._renderer({**self._arguments, **(template_arguments or {})})
         chat, given = [dict(message) for message in messages], [dict(tool) for tool in tools]
         try:
             return list(renderer.render_ids(chat, tools=given or None, add_generation_prompt=True))
         except Exception as error:  # of Jinja, or of any expression in the template
             raise ValueError(f"messages: the chat template refuses them: {error}") from error
+
+    def bridge(
+        self,
+        replies: Sequence[Mapping[str, Any]],
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids from the end token of an answer to the begin of the next one.
+
+        Args:
+            replies: The messages after the answer, at least one.
+            template_arguments: Further arguments of the chat template.
+
+        Raises:
+            ValueError: The template does not write an answer and its end token before them.
+        """
+        arguments = {**self._arguments, **(template_arguments or {})}
+
+        def render(chat: Sequence[Mapping[str, Any]]) -> str:
+            how: Any = {"tokenize": False, "add_generation_prompt": True, **arguments}
+            try:
+                return str(self.tokenizer.apply_chat_template([*chat], **how))
+            except Exception as error:  # as in `encode`
+                raise ValueError(f"messages: the chat template refuses them: {error}") from error
+
+        return TurnBridge(self.tokenizer, render).ids(replies)
 
     def parse(
         self,

@@ -21,6 +21,7 @@ PACKAGES = ("memsaver", *hidden_packages.PACKAGES)
 NAMES = {"pyyaml": "yaml", "cuda_bindings": "cuda", "pyzmq": "zmq", "mlflow_skinny": "mlflow"}
 # An environment has these before memsaver, or a user installs them alone: no extra brings them.
 OTHERS = {"vllm", "sglang", "verl", "trl", "peft", "omegaconf", "trackio", "swanlab"}
+OTHERS |= {"agents", "langgraph", "langchain_core", "langchain_openai"}
 # These come with transformers, pydantic, matplotlib, fastapi and renderers.
 OTHERS |= {"tokenizers", "pydantic_core", "cycler", "starlette", "openai"}
 # What commands and recipes import because of a word in them.

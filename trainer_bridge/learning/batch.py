@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +22,7 @@ _PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the
 _ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
 NUMBERS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "weights", "values", "returns")
 PER_TOKEN = (*NUMBERS, "mask")
+_PER_SEQUENCE = ("advantages", "routed_experts", "answers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,9 @@ class SequenceBatch:
             last K tokens before the final one (`Completion.routed_experts`), or None if they are
             unknown. The policy uses these experts in scores and updates, and its own choice for all
             other tokens.
+        answers: Per sequence, a number that the parts of one answer have in common, such as the
+            forks of a conversation; they are adjacent. The loss weighs answers, not their parts.
+            None: each sequence is an answer.
         temperature: Sampling temperature, which divides the logits; finite and positive. Score
             greedy samples with 1.0.
     """
@@ -102,11 +106,12 @@ class SequenceBatch:
     values: Rows | None = None
     returns: Rows | None = None
     routed_experts: Sequence[NDArray[Any] | None] | None = None
+    answers: Sequence[int] | None = None
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         count = len(self.prompt_ids)
-        for name in ("response_ids", "advantages", "routed_experts", *PER_TOKEN):
+        for name in ("response_ids", *_PER_SEQUENCE, *PER_TOKEN):
             value = getattr(self, name)
             if value is not None and len(value) != count:
                 raise ValueError(
@@ -212,13 +217,56 @@ class SequenceBatch:
             The new batch.
         """
         chosen: dict[str, Any] = {}
-        for name in ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN):
+        for name in ("prompt_ids", "response_ids", *_PER_SEQUENCE, *PER_TOKEN):
             value = getattr(self, name)
             if isinstance(value, Tokens):
                 chosen[name] = value.select(rows)
             elif value is not None:
                 chosen[name] = [value[row] for row in rows]
         return dataclasses.replace(self, **chosen)
+
+    def of_answers(self, answers: Sequence[int]) -> Self:
+        """Return a batch of selected answers with all of their parts.
+
+        Args:
+            answers: Places of the answers among those of the batch, in the order of the result.
+
+        Returns:
+            The new batch.
+        """
+        return self.select([*chain.from_iterable(self._parts[answer] for answer in answers)])
+
+    def by_answer(self, numbers: Tokens) -> Tokens:
+        """Return numbers of tokens by answer.
+
+        Args:
+            numbers: Numbers by sequence.
+
+        Returns:
+            The same numbers; the parts of an answer follow each other.
+        """
+        begins = [part.start for part in self._parts]
+        lengths = np.add.reduceat(numbers.lengths, begins) if begins else numbers.lengths
+        return Tokens(numbers.values, lengths)
+
+    @property
+    def num_answers(self) -> int:
+        """Return the number of answers, which have one part or several."""
+        return len(self._parts)
+
+    @cached_property
+    def answer_sizes(self) -> NDArray[np.int64]:
+        """Return, for each sequence, the number of tokens to learn of the whole answer."""
+        lengths = self.by_answer(self.tokens("response_ids")).lengths
+        return np.repeat(lengths, [*map(len, self._parts)])
+
+    @cached_property
+    def _parts(self) -> list[range]:
+        """Return the sequences of each answer."""
+        owners = range(len(self)) if self.answers is None else self.answers
+        counts = [len([*run]) for _, run in groupby(owners)]
+        ends = accumulate(counts)
+        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     def __len__(self) -> int:
         return len(self.prompt_ids)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memsaver.ops.layout import send_together
 from trainer_bridge.config import PolicyLoss
 from trainer_bridge.learning.batch import MicroBatch, SequenceBatch
 
@@ -153,7 +154,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 def token_factors(loss: PolicyLoss, batch: SequenceBatch, micro: MicroBatch) -> Tensor | float:
     """Return the factor of each term of a micro batch in the loss of `batch`.
 
-    With S answers of n_i tokens, N in all, the loss is
+    With S answers of n_i tokens in all of their parts, N in all, the loss is
 
     - token: the mean over all tokens, sum(terms) / N, as in DAPO;
     - sequence: the mean over answers of their means, sum(terms / n_i) / S, as in the original GRPO;
@@ -170,7 +171,7 @@ def token_factors(loss: PolicyLoss, batch: SequenceBatch, micro: MicroBatch) -> 
         return 1 / batch.num_tokens
     if loss.aggregation == "constant":
         assert loss.max_tokens is not None
-        return 1 / (len(batch) * loss.max_tokens)
-    counts = micro.token_counts()
-    factors = 1 / (len(batch) * counts.float())
-    return factors.repeat_interleave(counts, output_size=len(micro.target))
+        return 1 / (batch.num_answers * loss.max_tokens)
+    sizes = torch.tensor([batch.answer_sizes[row] if row >= 0 else 1 for row in micro.rows])
+    factors = 1 / (batch.num_answers * send_together([sizes], micro.target.device)[0].float())
+    return factors.repeat_interleave(micro.token_counts(), output_size=len(micro.target))

@@ -109,6 +109,7 @@ PRELUDES: dict[str, Prelude] = {
     "docs/how-to/async-engine.md": _model,
     "docs/how-to/decoding.md": _model,
     "docs/how-to/own-loop.md": _model,
+    "docs/how-to/agents.md": _served,
     "docs/how-to/serve.md": _served,
     "docs/how-to/other-trainers.md": _other_trainers,
     "docs/how-to/own-model.md": _model,

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from recipes.environments import Conversation, EnvironmentKind, Environments, Talk
+from recipes.environments import EnvironmentKind, Environments
+from recipes.loops.conversation import Conversation, Talk
 from rollout import Completion
 from tests.helpers.case_selection import rounds
 from tests.helpers.memory import settled_fds, status_bytes
@@ -74,7 +75,7 @@ def test_no_conversation_is_lost_and_nothing_grows() -> None:
         talks = talk_once(environments, count, number)
         assert len(talks) == count
         for talk in talks:
-            assert talk.turns >= 1 and len(talk.learned) == len(talk.response_ids)
+            assert talk.turns >= 1 and len(talk.rows[0].learned) == len(talk.rows[0].response_ids)
             score = talk.scores[""]
             assert (score.reward is None) == bool(score.fault)
             faults[score.fault.partition("tool ")[2]] += 1

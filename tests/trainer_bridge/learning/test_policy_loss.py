@@ -259,8 +259,28 @@ def update(
     return [sum(column) for column in zip(*parts, strict=True)], model.table.grad / world
 
 
+def forked(batch: SequenceBatch) -> SequenceBatch:
+    """Return the batch with answers in two parts, of which the second follows the first."""
+    parts: list[tuple[int, int, int]] = []
+    for answer, count in enumerate(LENGTHS):
+        parts += [(answer, 0, count // 2), (answer, count // 2, count)]
+    columns: dict[str, Any] = {}
+    for name in ("response_ids", "old_logprobs", "ref_logprobs", "advantages", "mask"):
+        if (rows := getattr(batch, name)) is not None:
+            columns[name] = [rows[answer][begin:end] for answer, begin, end in parts]
+    columns["prompt_ids"] = [
+        [*batch.prompt_ids[answer], *batch.response_ids[answer][:begin]]
+        for answer, begin, _ in parts
+    ]
+    return dataclasses.replace(batch, **columns, answers=[answer for answer, *_ in parts])
+
+
 def assert_matches_definition(
-    loss: PolicyLoss, batch: SequenceBatch, table: Tensor, layout: tuple[int, bool, int]
+    loss: PolicyLoss,
+    batch: SequenceBatch,
+    table: Tensor,
+    layout: tuple[int, bool, int],
+    learned: SequenceBatch | None = None,
 ) -> None:
     wide = table.double().requires_grad_()
     a = arrays(batch, wide)
@@ -273,7 +293,7 @@ def assert_matches_definition(
             "fp32 may decide otherwise; draw other numbers"
         )
     value_off, slope_off = limits(loss, a)
-    (value, low, high, kl, entropy), grad = update(loss, batch, table, *layout)
+    (value, low, high, kl, entropy), grad = update(loss, learned or batch, table, *layout)
     assert abs(value - float(expected.detach())) <= value_off, (loss, layout)
     assert ((grad - slope).abs() <= slope_off).all(), (loss, layout)
     assert [low, high] == clipped_sides(loss, a), (loss, layout)
@@ -313,6 +333,20 @@ def test_micro_batches_and_ranks_do_not_change_the_update(
     table, batch = draw(0, per_token=True)
     for layout, part in product(LAYOUTS, (batch, partly_read(batch))):
         assert_matches_definition(loss, part, table, layout)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_answer_in_parts_weighs_as_much_as_the_whole(aggregation: Any) -> None:
+    loss = PolicyLoss(aggregation=aggregation, max_tokens=9, kl_coef=0.3, entropy_coef=0.2)
+    table, batch = draw(0, per_token=True)
+    for layout, whole in product(LAYOUTS, (batch, partly_read(batch))):
+        parts = forked(whole)
+        assert_matches_definition(loss, whole, table, layout, parts)
+        assert (len(parts), parts.num_answers) == (2 * len(whole), len(whole))
+        some = parts.of_answers([3, 0])
+        assert some.by_answer(some.tokens("old_logprobs")) == whole.select([3, 0]).tokens(
+            "old_logprobs"
+        )
 
 
 @pytest.mark.parametrize(

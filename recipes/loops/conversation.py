@@ -1,4 +1,4 @@
-"""A conversation of a model with an environment: turns of answers, tool calls and replies."""
+"""A conversation: turns of a model with an environment, or with an agent that asks it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain
+from typing import Any, Protocol
 
-from recipes.environments.environments import EnvironmentFault, EnvironmentKind, EnvironmentProcess
+from recipes.environments import EnvironmentFault, EnvironmentKind, EnvironmentProcess
 from recipes.rewards import Score
 from recipes.rewards.score import score_of
-
-if TYPE_CHECKING:
-    from rollout import Completion
+from recipes.setup.agent_server import AgentServer
+from rollout import Completion, SamplingParams
+from rollout.chats import RecordedRow
 
 Message = Mapping[str, Any]
 
@@ -37,27 +38,20 @@ class Conversation:
     """One conversation as it was sampled.
 
     Attributes:
-        prompt_ids: Token ids before the first answer.
-        response_ids: All later ones: of answers exactly as generated, and between them those of
-            tools and replies.
-        learned: Whether the policy generated each of them.
-        logprobs: Log-probability in the rollout of each; 0 where `learned` is false.
-        weight_versions: Version of the weights of each; of other tokens, that of the token before.
-        messages: The messages after the prompt.
+        rows: Its token ids: one row with an environment; with an agent, one more for each fork.
+        turns: Number of answers.
+        text: Content of the last answer.
         ended: Whether the end came before the limit of tokens.
         calls: Tool calls.
         errors: Those that failed.
-        seconds: Time in the environment.
-        scores: What the environment says (""), or why it says nothing, and what reward functions
-            that take the environment say, by name.
+        seconds: Time in the environment, or of the agent.
+        scores: What the environment or the agent says (""), or why it says nothing, and what reward
+            functions that take the environment say, by name.
     """
 
-    prompt_ids: list[int]
-    response_ids: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    rows: list[RecordedRow]
+    turns: int = 0
+    text: str = ""
     ended: bool = False
     calls: int = 0
     errors: int = 0
@@ -65,34 +59,28 @@ class Conversation:
     scores: dict[str, Score] = field(default_factory=dict)
 
     @property
-    def turns(self) -> int:
-        """Return the number of answers."""
-        return sum(message["role"] == "assistant" for message in self.messages)
+    def messages(self) -> list[Message]:
+        """Return the messages after the prompt, of one row after the other."""
+        return [*chain.from_iterable(row.messages for row in self.rows)]
 
-    @property
-    def text(self) -> str:
-        """Return the content of the last answer."""
-        said = [message["content"] for message in self.messages if message["role"] == "assistant"]
-        return str(said[-1]) if said else ""
+    def answered(self, message: Message) -> None:
+        """Count an answer."""
+        self.turns, self.text = self.turns + 1, str(message["content"] or "")
 
-    def answered(self, completion: Completion, message: Message) -> None:
-        """Add an answer."""
-        self._add(completion.token_ids, completion.logprobs, completion.weight_versions, True)
-        self.messages.append(message)
 
-    def replied(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add what is not the model's own."""
-        version = self.weight_versions[-1]
-        self._add(ids, [0.0] * len(ids), [version] * len(ids), False)
-        self.messages += messages
+@dataclass(frozen=True, kw_only=True)
+class AgentAccess:
+    """How agents reach the model.
 
-    def _add(
-        self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], own: bool
-    ) -> None:
-        self.response_ids += ids
-        self.logprobs += logprobs
-        self.weight_versions += versions
-        self.learned += [own] * len(ids)
+    Attributes:
+        server: The server that they ask.
+        params: How its answers are sampled.
+        timeout: Seconds that one conversation may take.
+    """
+
+    server: AgentServer
+    params: SamplingParams
+    timeout: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +93,7 @@ class Talk:
         kinds: What each environment has, by name.
         turns: Most answers of a conversation.
         max_tokens: Most tokens after the prompt, an observation among them.
+        agents: How agents reach the model; None: there are none.
     """
 
     form: ConversationFormat
@@ -112,32 +101,57 @@ class Talk:
     kinds: Mapping[str, EnvironmentKind]
     turns: int
     max_tokens: int
+    agents: AgentAccess | None = None
 
     def converse(
         self, process: EnvironmentProcess, name: str | None, problem: Any, seeds: Sequence[int]
     ) -> Conversation:
-        """Let the model and an environment talk to each other.
+        """Let the model and an environment talk to each other, or an agent ask the model.
 
         Args:
-            process: Process of the environment.
-            name: Name of the environment; None: the model answers once.
+            process: Process of the environment or agent.
+            name: Its name; None: the model answers once.
             problem: What the conversation begins with.
             seeds: Seed of each turn.
 
         Returns:
-            The conversation. A fault of its environment ends it without a reward.
+            The conversation. A fault of its environment or agent ends it without a reward.
         """
-        done = Conversation(prompt_ids=problem.prompt_ids.tolist())
+        done = Conversation(rows=[RecordedRow(prompt_ids=problem.prompt_ids.tolist())])
         if name is None:
             self._answer(done, seeds[0], self.max_tokens, ())
             return done
         served = _Served(process, name, self.kinds[name], done)
         try:
-            self._talk(served, problem, seeds)
-            self._judge(served, problem)
+            if served.kind.agent:
+                self._solve(served, problem, seeds[0])
+            else:
+                self._talk(served, problem, seeds)
+                self._judge(served, problem)
         except EnvironmentFault as error:
             done.scores = {"": Score(fault=str(error))}
         return done
+
+    def _solve(self, served: _Served, problem: Any, seed: int) -> None:
+        """Let an agent ask the model as often as it likes; what it returns is the reward."""
+        done = served.conversation
+        row = {"prompt": problem.prompt, "answer": problem.answer, **problem.columns}
+        agents = self.agents
+        assert agents is not None, "opened with the environments"
+        with agents.server.session(agents.params, seed) as (access, record):
+            try:
+                said = served.ask("solve", row, access, seconds=agents.timeout)
+            finally:
+                turns = [*record.turns]
+                done.rows = record.rows() or done.rows
+        for turn in turns:
+            done.answered(turn.answer)
+            done.calls += len(turn.answer.get("tool_calls", ()))
+        done.ended = not record.cut_off
+        if not turns:
+            raise EnvironmentFault(f"{served.name}: asked for no answer; let it use base_url")
+        with _blamed(served.name):
+            done.scores[""] = score_of(said)
 
     def _judge(self, served: _Served, problem: Any) -> None:
         """Ask for the rewards of a conversation that has ended."""
@@ -150,8 +164,8 @@ class Talk:
                 done.scores[name] = score_of(served.ask("judged", name, given))
 
     def _talk(self, served: _Served, problem: Any, seeds: Sequence[int]) -> None:
-        done = served.conversation
-        given = done.prompt_ids
+        done, row = served.conversation, served.conversation.rows[0]
+        given = row.prompt_ids
         said = served.ask("reset", {**problem.columns})
         with _blamed(served.name):
             begun = self.form.begin(problem, said).tolist() if said else given
@@ -159,30 +173,32 @@ class Talk:
         if room < 1:
             rule = f"leaves no room in sampling.max_tokens={self.max_tokens}"
             raise EnvironmentFault(f"{served.name}: what reset returns {rule}")
-        done.prompt_ids = begun
+        row.prompt_ids = begun
         for turn in range(self.turns):
             message = self._answer(done, seeds[turn], left, served.kind.tools)
             if not done.ended or not (replies := served.replies(message)):
                 return
             if turn + 1 == self.turns:
-                done.messages += replies  # nobody reads them any more
+                row.messages += replies  # nobody reads them any more
                 return
             with _blamed(served.name):
                 ids = self.form.bridge(replies)
-            left = room - len(done.response_ids) - len(ids)
+            left = room - len(row.response_ids) - len(ids)
             if left < 1:
                 done.ended = False
                 return
-            done.replied(ids, replies)
+            row.replied(ids, replies)
 
     def _answer(self, done: Conversation, seed: int, most: int, tools: Any) -> Message:
         """Add the next answer; return it as a message."""
-        before = [*done.prompt_ids, *done.response_ids]
+        row = done.rows[0]
+        before = row.ids
         completion = self.ask(before, most, seed)
         done.ended = completion.finish_reason == "stop"
         body = completion.token_ids[: -1 if done.ended else None]
         message = self.form.read(body, before, tools)
-        done.answered(completion, message)
+        row.answered(completion, message)
+        done.answered(message)
         return message
 
 
@@ -204,10 +220,10 @@ class _Served:
     kind: EnvironmentKind
     conversation: Conversation
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: Any, seconds: float | None = None) -> Any:
         began = time.monotonic()
         try:
-            return self.process.ask(self.name, method, *arguments)
+            return self.process.ask(self.name, method, *arguments, seconds=seconds)
         finally:
             self.conversation.seconds += time.monotonic() - began
 

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.environments import Conversation, EnvironmentFault, EnvironmentKind, Talk
+from recipes.environments import EnvironmentFault, EnvironmentKind
+from recipes.loops.conversation import Talk
 from recipes.rewards import Score
 from rollout import Completion
 
@@ -39,7 +40,7 @@ class ScriptedProcess:
     def __init__(self, observation: int, replies: Sequence[int], fails: bool) -> None:
         self.observation, self.replies, self.fails = observation, list(replies), fails
 
-    def ask(self, name: str, method: str, *arguments: Any) -> Any:
+    def ask(self, name: str, method: str, *arguments: Any, seconds: float | None = None) -> Any:
         if method == "reset":
             return "o" * self.observation
         if method == "reward":
@@ -94,7 +95,8 @@ def test_ids_are_those_of_the_engine_and_the_mask_is_true_for_its_answers(
     process: Any = ScriptedProcess(observation, replies, fails)
     done = talk.converse(process, "e", problem, [100 + turn for turn in range(turns)])
 
-    row = [*done.prompt_ids, *done.response_ids]
+    (only,) = done.rows
+    row = only.ids
     assert len(row) <= 2 + room, "an observation counts like the rest"
     if observation >= room:
         assert not asked and "leaves no room" in done.scores[""].fault
@@ -107,12 +109,12 @@ def test_ids_are_those_of_the_engine_and_the_mask_is_true_for_its_answers(
         assert row[len(prompt) : at] == own
     assert at == len(row), "nothing follows the last answer"
     sampled = [token for _, own in asked for token in own]
-    learned = [token for token, own in zip(done.response_ids, done.learned, strict=True) if own]
+    learned = [token for token, own in zip(only.response_ids, only.learned, strict=True) if own]
     assert learned == sampled
-    numbers = zip(done.logprobs, done.response_ids, done.learned, strict=True)
+    numbers = zip(only.logprobs, only.response_ids, only.learned, strict=True)
     assert all(number == (-token if own else 0.0) for number, token, own in numbers)
-    assert done.weight_versions == sorted(done.weight_versions)
-    assert len(done.weight_versions) == len(done.response_ids)
+    assert only.weight_versions == sorted(only.weight_versions)
+    assert len(only.weight_versions) == len(only.response_ids)
     assert done.scores in ({"": Score(reward=0.5)}, {"": Score(fault="gone")})
 
 
@@ -126,9 +128,6 @@ def test_a_prompt_without_an_environment_is_answered_once() -> None:
     talk = Talk(form=ScriptedFormat(), ask=ask, kinds={}, turns=3, max_tokens=9)
     problem, process = SimpleNamespace(prompt_ids=array("i", [70])), Any
     done = talk.converse(process, None, problem, [5, 6, 7])  # type: ignore[arg-type]
-    assert (done.response_ids, done.learned, done.ended) == ([4], [True], False)
+    (row,) = done.rows
+    assert (row.response_ids, row.learned, done.ended) == ([4], [True], False)
     assert done.text == "[4]" and done.scores == {}
-
-
-def test_an_empty_conversation_has_no_text() -> None:
-    assert (Conversation(prompt_ids=[1]).text, Conversation(prompt_ids=[1]).turns) == ("", 0)
