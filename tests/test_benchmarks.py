@@ -45,6 +45,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_steps": ([], {"ms", "beside"}),
     "bench_async": ([], {"streams of blocking", "keep: sleep, ms"}),
     "bench_serve": ([], {"blocking", "memsaver serve"}),
+    "bench_turns": ([], {"floor", "host tier", "no tier"}),
     "bench_exact": ([], {"decode", "prefill", "step"}),
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_update": ([], {"updates"}),
@@ -57,6 +58,7 @@ for _long in (
     "bench_sync",
     "bench_switch",
     "bench_serve",
+    "bench_turns",
 ):  # other tests cover the code that they run
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 

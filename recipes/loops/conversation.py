@@ -45,6 +45,7 @@ class Conversation:
         calls: Tool calls.
         errors: Those that failed.
         seconds: Time in the environment, or of the agent.
+        device_waited: Its share of the time in which an engine in this process had nothing to do.
         scores: What the environment or the agent says (""), or why it says nothing, and what reward
             functions that take the environment say, by name.
     """
@@ -56,6 +57,7 @@ class Conversation:
     calls: int = 0
     errors: int = 0
     seconds: float = 0.0
+    device_waited: float = 0.0
     scores: dict[str, Score] = field(default_factory=dict)
 
     @property

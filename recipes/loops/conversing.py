@@ -1,5 +1,6 @@
 """Conversations of one generation: beside each other, on one engine."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -46,9 +47,9 @@ def converse(
     """
     found = setup.conversations
     assert found is not None and found.environments is not None, "see Setup.opened"
-    agents = found.agents
+    agents, busy, began = found.agents, list[float](), time.monotonic()
     with (
-        _submitting(rollout) as submit,
+        _submitting(rollout, busy) as submit,
         agents.answering(submit) if agents is not None else nullcontext(),
     ):
         talk = _talk(setup, submit, temperature)
@@ -62,11 +63,14 @@ def converse(
             for one in begun
         ]
         try:
-            return [future.result() for future in futures]
+            talks = [future.result() for future in futures]
         except BaseException:
             for future in futures:
                 future.cancel()
             raise
+    for done in talks if busy else ():
+        done.device_waited = max(0.0, time.monotonic() - began - busy[0]) / len(talks)
+    return talks
 
 
 def _talk(setup: Setup, submit: Submit, temperature: float) -> Talk:
@@ -95,8 +99,11 @@ def _talk(setup: Setup, submit: Submit, temperature: float) -> Talk:
 
 
 @contextmanager
-def _submitting(rollout: Any) -> Iterator[Submit]:
-    """Yield what submits requests to the engine, of this process or of actors."""
+def _submitting(rollout: Any, busy: list[float]) -> Iterator[Submit]:
+    """Yield what submits requests to the engine, of this process or of actors.
+
+    `busy` gets the seconds of an engine's steps in this process.
+    """
     if not isinstance(rollout, Engine):
         yield rollout.submit
         return
@@ -105,3 +112,4 @@ def _submitting(rollout: Any) -> Iterator[Submit]:
         yield loop.submit
     finally:
         loop.close()
+        busy.append(loop.busy_seconds)

@@ -19,6 +19,7 @@ Submit = Callable[[Sequence[int], SamplingParams], Future[list[Completion]]]
 MODEL = "policy"
 """Name of the model for agents."""
 _GRACE = 1  # seconds for open connections at the end
+_KEPT = 60  # seconds for an idle connection: longer than clients keep it, or both close it at once
 _STALE = "no engine answers now: the step that this session belongs to has ended"
 
 
@@ -46,6 +47,7 @@ class AgentServer:
         options = ServerOptions(model=MODEL, max_context_len=longest, keys=[self._key])
         app = make_app(self._engine, self._chat, options, self._records)
         how: Any = {"log_level": "critical", "timeout_graceful_shutdown": _GRACE}
+        how["timeout_keep_alive"] = _KEPT
         self._server = uvicorn.Server(uvicorn.Config(app, **how))
         run = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=run, name="agent server")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -140,7 +141,7 @@ class SessionRecord:
         self.turns: list[RecordedTurn] = []
         self._format, self._params, self._longest, self._seed = format, params, longest, seed
         self._asked: Counter[bytes] = Counter()
-        self._known: dict[bytes, list[int]] = {}  # token ids by the digest of the messages
+        self._known: dict[bytes, RecordedTurn] = {}  # by the digest of messages and answer
 
     def params(
         self, prompt_ids: Sequence[int], asked: SamplingParams, named: set[str]
@@ -156,11 +157,8 @@ class SessionRecord:
             The parameters. Equal prompts get different seeds, in their order.
 
         Raises:
-            ValueError: The request asks for another distribution, or has no room for an answer.
+            ValueError: The request asks for another distribution.
         """
-        if (room := self._longest - len(prompt_ids)) < 1:
-            rule = f"leaves no room for an answer in the {self._longest} tokens of this session"
-            raise ValueError(f"messages: a prompt of {len(prompt_ids)} tokens {rule}")
         if "temperature" in named and asked.temperature != self._params.temperature:
             rule = f"this session samples at {self._params.temperature:g}; leave it out"
             raise ValueError(f"temperature: {rule}")
@@ -174,7 +172,7 @@ class SessionRecord:
         return replace(
             asked,
             seed=int.from_bytes(seed[:8]) >> 1,
-            max_tokens=min(asked.max_tokens, room),
+            max_tokens=min(asked.max_tokens, self._longest - len(prompt_ids)),
             temperature=self._params.temperature,
             adapter=self._params.adapter,
         )
@@ -200,8 +198,12 @@ class SessionRecord:
         digests = _digests(messages, tools, template_arguments)
         for count in range(len(messages) - 1, 0, -1):
             if (known := self._known.get(digests[count])) is not None:
+                ids, end = known.ids, self._format.tokenizer.eos_token_id
+                ids += [end] * (
+                    ids[-1] != end
+                )  # of an answer that was cut off, or by a stop string
                 try:
-                    return [*known, *self._format.bridge(messages[count:], template_arguments)]
+                    return ids + self._format.bridge(messages[count:], template_arguments)
                 except ValueError:  # the template has no such messages after an answer: a fork
                     break
         return self._format.encode(messages, tools, template_arguments)
@@ -215,11 +217,10 @@ class SessionRecord:
         """Add an answer that has ended; one without tokens is left out."""
         if not turn.completion.token_ids:
             return
+        turn = replace(turn, prompt_ids=array("i", turn.prompt_ids))  # of many turns, much memory
         self.turns.append(turn)
-        ids, end = turn.ids, self._format.tokenizer.eos_token_id
-        ids += [end] * (ids[-1] != end)  # of an answer that was cut off, or ended by a stop string
         said = [*turn.messages, turn.answer]
-        self._known[_digests(said, tools, template_arguments)[-1]] = ids
+        self._known[_digests(said, tools, template_arguments)[-1]] = turn
 
     def rows(self) -> list[RecordedRow]:
         """Return the turns as sequences to learn from, in which each answer is learned once.
@@ -255,9 +256,12 @@ def _digests(
     """Return a digest of each number of first messages, from 0 on, with all that renders them."""
     state = hashlib.sha256(json.dumps([tools, arguments or {}], sort_keys=True).encode())
     digests = [state.digest()]
-    for message in messages:
-        state.update(json.dumps(_compared(message), sort_keys=True).encode())
-        digests.append(state.digest())
+    try:
+        for message in messages:
+            state.update(json.dumps(_compared(message), sort_keys=True).encode())
+            digests.append(state.digest())
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"messages: not in the form of OpenAI's API: {error!r}") from error
     return digests
 
 

@@ -158,7 +158,8 @@ class _Server:
 
     async def models(self) -> Json:
         names = [self._options.model, *self._options.adapters]
-        fixed = {"object": "model", "created": 0, "owned_by": "memsaver"}
+        fixed: Json = {"object": "model", "created": 0, "owned_by": "memsaver"}
+        fixed |= {"max_model_len": self._options.max_context_len}  # as vLLM says it
         return {"object": "list", "data": [{"id": name, **fixed} for name in names]}
 
     async def completions(
@@ -210,7 +211,7 @@ class _Server:
         if self._paused and self._options.paused == "refuse":
             late = {"retry-after": str(_RETRY_SECONDS)}
             raise HTTPException(503, "generation is paused; ask again later", headers=late)
-        record, room = self._record(session), self._options.max_context_len - max(map(len, prompts))
+        record, room = self._record(session), self._room(max(map(len, prompts)))
         params = [body.params(room, self._adapter(body.model))] * len(prompts)
         if record is not None:
             named = body.model_fields_set
@@ -231,6 +232,14 @@ class _Server:
         except BaseException:
             _end(streams)
             raise
+
+    def _room(self, prompt: int) -> int:
+        """Return the most tokens of an answer; the error is in words by which harnesses know it."""
+        longest = self._options.max_context_len
+        if prompt >= longest:
+            rule = f"the maximum context length is {longest} tokens, and the prompt has {prompt}"
+            raise ValueError(f"{rule} (context_length_exceeded)")
+        return longest - prompt
 
     def _record(self, session: str | None) -> SessionRecord | None:
         """Return the record of a session, if sessions are recorded."""

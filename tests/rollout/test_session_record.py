@@ -197,8 +197,13 @@ def test_another_distribution_is_refused(asked: Any, named: set[str], why: str) 
     record = Session("qwen3", random.Random(1)).record
     with pytest.raises(ValueError, match=why):
         record.params([1], SamplingParams(**asked), named)
-    with pytest.raises(ValueError, match="a prompt of 3000 tokens leaves no room"):
-        record.params([1] * 3000, SamplingParams(), set())
+
+
+@pytest.mark.parametrize("calls", [[{}], ["f"], [{"function": "f"}], 5])
+def test_messages_of_another_form_are_refused(calls: Any) -> None:
+    record = Session("qwen3", random.Random(1)).record
+    with pytest.raises(ValueError, match="messages: "):
+        record.encode([{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def test_equal_prompts_have_different_seeds_in_their_order() -> None:
