@@ -254,6 +254,7 @@ def _without_training(found: _Subject, question: Question) -> Recipe:
             prompts_per_step=1,
             turns=recipe.loop.turns,
             parallel_environments=recipe.loop.parallel_environments,
+            agent_timeout=recipe.loop.agent_timeout,
         ),
         eval=replace(recipe.eval, every=1, problems=most, best=None, patience=0),
         exact=recipe.exact,

@@ -63,7 +63,9 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """Return the messages after the prompt, of one row after the other."""
-        return [*chain.from_iterable(row.messages for row in self.rows)]
+        first, *forks = self.rows
+        told = ([{"role": "fork", "content": ""}, *row.messages] for row in forks)
+        return [*first.messages, *chain.from_iterable(told)]
 
     def answered(self, message: Message) -> None:
         """Count an answer."""

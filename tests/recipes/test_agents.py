@@ -40,6 +40,7 @@ def test_forks_are_learned_as_they_were_sampled(short: Path) -> None:
         said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
         assert sample["reward"] == pytest.approx(sum(map(len, said)) / 100, abs=0.2)
         assert len(said) == 6
+        assert sum(message["role"] == "fork" for message in sample["messages"]) == 4
 
 
 def test_a_resumed_run_repeats_forks(
@@ -95,7 +96,7 @@ def test_faults_cost_the_reward_of_their_conversation(
     assert rewarded == 2 * [True, *7 * [False]], "leaving gives none, and is no fault"
     (row,) = rows(tmp_path / "run", "train")
     assert (row["unscored"], row["faults"]) == (14, 12)
-    assert [len(sample["messages"]) for sample in samples[:5]] == [5, 0, 0, 2, 0]
+    assert [len(sample["messages"]) for sample in samples[:5]] == [5, 0, 0, 3, 0]
 
 
 @pytest.mark.parametrize(

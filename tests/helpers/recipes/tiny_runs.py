@@ -28,6 +28,7 @@ CLOCK_FIGURES = (  # these differ between runs of one recipe
     "memory",
     "peaks",
     "hidden_seconds",
+    "device_waited_seconds",
     "environment_seconds",
 )
 
