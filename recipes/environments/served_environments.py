@@ -32,10 +32,10 @@ _NO_TOOLS = ("reset", "get_reward")
 def serve(connection: Connection) -> None:
     """Call methods of environments.
 
-    A message is (name, method, arguments), where the name is `package.module:Class` or
+    A message is (name, method, arguments), where the name is `package.module:Class`,
     `file.py:Class`, or that of a function, an agent; the first one with a name makes the
-    environment. The reply is (value, error) as
-    JSON: what the method returned, and an empty text, or None and what it raised.
+    environment. The reply is (value, error) as JSON: what the method returned, and an empty text,
+    or None and what it raised.
     """
     _limit()
     environments: dict[str, _Environment | _Agent] = {}

@@ -107,22 +107,24 @@ class Samples:
         The rows of a conversation become the parts of an answer.
         """
         fields: dict[str, Any] = {"mask": self.mask, **learning}
-        ids = self.prompt_ids, self.response_ids
-        if self.conversations is not None:
-            rows = [*chain.from_iterable(talk.rows for talk in self.conversations)]
-            ids = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-            counts = [len(talk.rows) for talk in self.conversations]
-            owners = np.repeat(np.arange(len(counts)), counts).tolist()
-            lengths = np.array([*map(len, ids[1])], np.int64)
-            for name, value in fields.items():
-                if isinstance(value, Tokens):
-                    fields[name] = Tokens(value.values, lengths)
-                elif value is not None:
-                    fields[name] = [value[owner] for owner in owners]
-            fields["answers"] = owners
-        prompts, responses = ids
+        if self.conversations is None:
+            ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
+            return SequenceBatch(**ids, temperature=temperature, **fields)
+        rows = [*chain.from_iterable(talk.rows for talk in self.conversations)]
+        counts = [len(talk.rows) for talk in self.conversations]
+        owners = np.repeat(np.arange(len(counts)), counts).tolist()
+        lengths = np.array([len(row.response_ids) for row in rows], np.int64)
+        for name, value in fields.items():
+            if isinstance(value, Tokens):
+                fields[name] = Tokens(value.values, lengths)
+            elif value is not None:
+                fields[name] = [value[owner] for owner in owners]
         return SequenceBatch(
-            prompt_ids=prompts, response_ids=responses, temperature=temperature, **fields
+            prompt_ids=[row.prompt_ids for row in rows],
+            response_ids=[row.response_ids for row in rows],
+            answers=owners,
+            temperature=temperature,
+            **fields,
         )
 
 

@@ -36,11 +36,8 @@ class AgentServer:
 
         from rollout.server import ServerOptions, make_app
 
-        self._chat, self._longest, self._key = (
-            chat_of(form, "task.agent"),
-            longest,
-            secrets.token_hex(),
-        )
+        self._chat = chat_of(form, "task.agent")
+        self._longest, self._key = longest, secrets.token_hex()
         self._records: dict[str, SessionRecord] = {}
         self._engine = WholeAnswers()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)

@@ -219,9 +219,9 @@ class TokenBody(SampledBody):
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without nulls, whose content is one text; a ValueError names others."""
     message = {name: value for name, value in message.items() if value is not None}
-    parts = message.get("content")
+    parts = message.setdefault("content", "")
     if not isinstance(parts, list):
-        return {**message}
+        return message
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else part
