@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,9 +171,16 @@ def measure(scale: Scale, shape: str, rival: bool, out: Path | None) -> dict[str
     return results
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--shape", default="qwen2.5-0.5b", help="as a recipe's model.shape")
+Measure = Callable[[Scale, str, bool, Path | None], dict[str, Any]]
+"""(scale, shape, whether to measure the rival, folder) -> figures by side."""
+
+
+def compare(
+    name: str, text: str | None, shape: str, measure: Measure, arguments: list[str] | None
+) -> None:
+    """Run a script that compares servers, of which `--rival` adds vLLM's; print its table."""
+    options = parser(text)
+    options.add_argument("--shape", default=shape, help="as a recipe's model.shape")
     options.add_argument("--rival", action="store_true", help="vLLM's server, too")
     args = options.parse_args(arguments)
     if args.out is not None:
@@ -181,7 +188,11 @@ def main(arguments: list[str] | None = None) -> None:
     results = measure(make_scale(args), args.shape, args.rival, args.out)
     names = [*dict.fromkeys(name for figures in results.values() for name in figures)]
     rows = [[side, *(figures.get(name, "") for name in names)] for side, figures in results.items()]
-    report("bench_serve", [args.shape, *names], rows, results, args.out)
+    report(name, [args.shape, *names], rows, results, args.out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    compare("bench_serve", __doc__, "qwen2.5-0.5b", measure, arguments)
 
 
 if __name__ == "__main__":

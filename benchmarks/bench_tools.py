@@ -124,9 +124,9 @@ def run_trl(model: Path, folder: Path) -> list[float]:
     """Return the seconds of each step of TRL's trainer, in this process."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
-    from benchmarks.trl_side import Clock
+    from benchmarks.trl_side import Clock, config
 
     def reward(environments: list[Waiting], **_: Any) -> list[float]:
         return [environment.get_reward() for environment in environments]
@@ -137,8 +137,8 @@ def run_trl(model: Path, folder: Path) -> list[float]:
         model=str(model),
         reward_funcs=reward,
         environment_factory=Waiting,
-        args=GRPOConfig(
-            output_dir=str(folder / "trl"),
+        args=config(
+            folder / "trl",
             max_steps=STEPS,
             num_generations=SAMPLES,
             per_device_train_batch_size=MICRO,
@@ -146,16 +146,8 @@ def run_trl(model: Path, folder: Path) -> list[float]:
             max_completion_length=MOST,
             max_tool_calling_iterations=TURNS - 1,
             learning_rate=1e-9,
-            beta=0.0,
-            bf16=True,
-            gradient_checkpointing=False,
-            use_vllm=True,
-            vllm_mode="colocate",
             vllm_gpu_memory_utilization=0.2,
             vllm_max_model_length=2048,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),

@@ -30,8 +30,8 @@ import openai
 import torch
 import uvicorn
 
-from benchmarks.bench_serve import NAME, free_port, server, write_model
-from benchmarks.common import Scale, make_scale, parser, report, settle
+from benchmarks.bench_serve import NAME, compare, free_port, server, write_model
+from benchmarks.common import Scale, settle
 from rollout import AsyncEngine, Engine, KVTiers
 from rollout.server import ChatFormat, ServerOptions, make_app
 
@@ -209,16 +209,7 @@ def warm(load: Load) -> Load:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__)
-    options.add_argument("--shape", default="qwen2.5-7b", help="as a recipe's model.shape")
-    options.add_argument("--rival", action="store_true", help="vLLM's server, too")
-    args = options.parse_args(arguments)
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-    results = measure(make_scale(args), args.shape, args.rival, args.out)
-    names = [*dict.fromkeys(name for figures in results.values() for name in figures)]
-    rows = [[side, *(figures.get(name, "") for name in names)] for side, figures in results.items()]
-    report("bench_turns", [args.shape, *names], rows, results, args.out)
+    compare("bench_turns", __doc__, "qwen2.5-7b", measure, arguments)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,22 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.seconds.append(time.perf_counter() - self._begun)
 
 
+def config(folder: Path, **more: Any) -> GRPOConfig:
+    """Return TRL's configuration: vLLM in its process, nothing saved, and `more`."""
+    return GRPOConfig(
+        output_dir=str(folder),
+        beta=0.0,
+        bf16=True,
+        gradient_checkpointing=False,
+        use_vllm=True,
+        vllm_mode="colocate",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        **more,
+    )
+
+
 def main(model: str, seed: int, steps: int, out: Path) -> None:
     recipe = load(RECIPE)
     task = make_tasks(recipe.task, recipe.eval.sets).trained[0]
@@ -56,8 +72,8 @@ def main(model: str, seed: int, steps: int, out: Path) -> None:
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(out / "trl"),
+        args=config(
+            out / "trl",
             seed=seed,
             max_steps=steps,
             num_generations=recipe.samples_per_prompt,
@@ -67,17 +83,9 @@ def main(model: str, seed: int, steps: int, out: Path) -> None:
             learning_rate=recipe.trainer.learning_rate,
             lr_scheduler_type=recipe.trainer.schedule,
             warmup_steps=0,
-            beta=0.0,
-            bf16=True,
             model_init_kwargs={"dtype": "float32"},
-            gradient_checkpointing=False,
-            use_vllm=True,
-            vllm_mode="colocate",
             vllm_gpu_memory_utilization=0.1,
             vllm_max_model_length=256,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
         ),
         train_dataset=Dataset.from_dict({"prompt": rows}),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
