@@ -89,7 +89,8 @@ class AnsweredSample:
         """Return what is new of content, thoughts and tool calls."""
         asked = self._asked
         if not asked.parses:
-            self._told["content"] += text
+            if asked.record is not None:
+                self._told["content"] += text
             return {"content": text}
         if not self.ended and len(self._ids) < self._parsed_at * (1 + 1 / _SHARE):
             return {}
