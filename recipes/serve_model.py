@@ -24,7 +24,6 @@ from rollout.model import AdapterFolder
 
 _CHECK_SECONDS = 0.1
 _GRACE_SECONDS = 2  # for open connections after a signal
-_KEPT_SECONDS = 60  # for idle ones: longer than clients keep them, or both close them at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +194,14 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from rollout.server import make_app
+    from rollout.server import KEEP_ALIVE, make_app
 
     longest = ranks.call("max_context_len")[0]
     options = options_of(max_context_len=longest)
     async with AsyncEngine(ranks, service.max_waiting) as shared:
         app = make_app(shared, chat, options)
         how: Any = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE_SECONDS}
-        how["timeout_keep_alive"] = _KEPT_SECONDS
+        how["timeout_keep_alive"] = KEEP_ALIVE
         server = uvicorn.Server(uvicorn.Config(app, **how))
         watching = asyncio.create_task(_watch(shared, server))
         host, port = listener.getsockname()[:2]

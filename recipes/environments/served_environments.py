@@ -38,7 +38,7 @@ def serve(connection: Connection) -> None:
     or None and what it raised.
     """
     _limit()
-    environments: dict[str, _Environment | _Agent] = {}
+    environments: dict[str, _Callee] = {}
     with contextlib.suppress(EOFError):
         while True:
             name, method, arguments = connection.recv()
@@ -74,18 +74,22 @@ def _tasks(process: psutil.Process) -> int:
     return 0
 
 
-def _made(found: Any) -> "_Environment | _Agent":
+def _made(found: Any) -> "_Callee":
     return _Environment(found()) if inspect.isclass(found) else _Agent(found)
 
 
-class _Agent:
+class _Callee:
+    """What a name names; its methods with an underscore are what the run may call."""
+
+    def call(self, method: str, arguments: Any) -> Any:
+        return getattr(self, f"_{method}")(*arguments)
+
+
+class _Agent(_Callee):
     """A function that asks the model by itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-
-    def call(self, method: str, arguments: Any) -> Any:
-        return getattr(self, f"_{method}")(*arguments)
 
     def _describe(self, functions: Sequence[str]) -> Mapping[str, Any]:
         return {"agent": True, "rewards": True}
@@ -99,7 +103,7 @@ class _Agent:
         return None if reward is None else float(reward)
 
 
-class _Environment:
+class _Environment(_Callee):
     """An environment by the protocol of TRL's `environment_factory`, and what may be called."""
 
     def __init__(self, made: Any) -> None:
@@ -109,9 +113,6 @@ class _Environment:
         public = inspect.getmembers(type(self._made), predicate=inspect.isfunction)
         names = [name for name, _ in public if name not in _NO_TOOLS and name[0] != "_"]
         self._tools = {name: getattr(self._made, name) for name in names}
-
-    def call(self, method: str, arguments: Any) -> Any:
-        return getattr(self, f"_{method}")(*arguments)
 
     def _describe(self, functions: Sequence[str]) -> Mapping[str, Any]:
         """Return what the environment has, and which reward functions take environments."""

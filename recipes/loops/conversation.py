@@ -14,10 +14,9 @@ from recipes.environments import EnvironmentFault, EnvironmentKind, EnvironmentP
 from recipes.rewards import Score
 from recipes.rewards.score import score_of
 from recipes.setup.agent_server import AgentServer
+from recipes.tasks.problem import Message
 from rollout import Completion, SamplingParams
 from rollout.chats import RecordedRow
-
-Message = Mapping[str, Any]
 
 
 class ConversationFormat(Protocol):

@@ -1,8 +1,8 @@
 """Conversations of one generation: beside each other, on one engine."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, NamedTuple
 
 from recipes.loops.conversation import AgentAccess, Conversation, Talk
@@ -47,12 +47,12 @@ def converse(
     """
     found = setup.conversations
     assert found is not None and found.environments is not None, "see Setup.opened"
-    agents, busy, began = found.agents, list[float](), time.monotonic()
+    agents, began = found.agents, time.monotonic()
     with (
-        _submitting(rollout, busy) as submit,
-        agents.answering(submit) if agents is not None else nullcontext(),
+        _owned(rollout) as owner,
+        agents.answering(owner.submit) if agents is not None else nullcontext(),
     ):
-        talk = _talk(setup, submit, temperature)
+        talk = _talk(setup, owner.submit, temperature)
         futures = [
             found.environments.start(
                 talk.converse,
@@ -68,8 +68,10 @@ def converse(
             for future in futures:
                 future.cancel()
             raise
-    for done in talks if busy else ():
-        done.device_waited = max(0.0, time.monotonic() - began - busy[0]) / len(talks)
+    if isinstance(owner, EngineLoop):
+        waited = max(0.0, time.monotonic() - began - owner.busy_seconds)
+        for done in talks:
+            done.device_waited = waited / len(talks)
     return talks
 
 
@@ -98,18 +100,6 @@ def _talk(setup: Setup, submit: Submit, temperature: float) -> Talk:
     )
 
 
-@contextmanager
-def _submitting(rollout: Any, busy: list[float]) -> Iterator[Submit]:
-    """Yield what submits requests to the engine, of this process or of actors.
-
-    `busy` gets the seconds of an engine's steps in this process.
-    """
-    if not isinstance(rollout, Engine):
-        yield rollout.submit
-        return
-    loop = EngineLoop(rollout)
-    try:
-        yield loop.submit
-    finally:
-        loop.close()
-        busy.append(loop.busy_seconds)
+def _owned(rollout: Any) -> AbstractContextManager[Any]:
+    """Return what submits requests to the engine: a loop in this process, or a handle of actors."""
+    return closing(EngineLoop(rollout)) if isinstance(rollout, Engine) else nullcontext(rollout)

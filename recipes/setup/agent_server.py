@@ -19,7 +19,6 @@ Submit = Callable[[Sequence[int], SamplingParams], Future[list[Completion]]]
 MODEL = "policy"
 """Name of the model for agents."""
 _GRACE = 1  # seconds for open connections at the end
-_KEPT = 60  # seconds for an idle connection: longer than clients keep it, or both close it at once
 _STALE = "no engine answers now: the step that this session belongs to has ended"
 
 
@@ -34,7 +33,7 @@ class AgentServer:
     def __init__(self, form: PromptFormat, longest: int) -> None:
         import uvicorn
 
-        from rollout.server import ServerOptions, make_app
+        from rollout.server import KEEP_ALIVE, ServerOptions, make_app
 
         self._chat = chat_of(form, "task.agent")
         self._longest, self._key = longest, secrets.token_hex()
@@ -44,7 +43,7 @@ class AgentServer:
         options = ServerOptions(model=MODEL, max_context_len=longest, keys=[self._key])
         app = make_app(self._engine, self._chat, options, self._records)
         how: Any = {"log_level": "critical", "timeout_graceful_shutdown": _GRACE}
-        how["timeout_keep_alive"] = _KEPT
+        how["timeout_keep_alive"] = KEEP_ALIVE
         self._server = uvicorn.Server(uvicorn.Config(app, **how))
         run = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=run, name="agent server")

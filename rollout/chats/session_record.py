@@ -199,9 +199,8 @@ class SessionRecord:
         for count in range(len(messages) - 1, 0, -1):
             if (known := self._known.get(digests[count])) is not None:
                 ids, end = known.ids, self._format.tokenizer.eos_token_id
-                ids += [end] * (
-                    ids[-1] != end
-                )  # of an answer that was cut off, or by a stop string
+                if ids[-1] != end:  # the answer was cut off, or ended by a stop string
+                    ids.append(end)
                 try:
                     return ids + self._format.bridge(messages[count:], template_arguments)
                 except ValueError:  # the template has no such messages after an answer: a fork

@@ -35,6 +35,8 @@ from rollout.server.bodies import ChatBody, CompletionBody, SampledBody, TokenBo
 from rollout.server.server_figures import ServerFigures
 from rollout.server.text import AnswerText, ChatFormat
 
+KEEP_ALIVE = 60
+"""Seconds for idle connections: longer than clients keep them, or both close them at once."""
 _Value = TypeVar("_Value")
 _RETRY_SECONDS = 1
 _KINDS = {
