@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -96,21 +96,25 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-async def stream(port: int, prompt: list[int], answer: int) -> list[float]:
-    """Return when a completion was asked for, and when each of its events came."""
-    body = {"model": NAME, "prompt": prompt, "max_tokens": answer, "stream": True}
-    sent = json.dumps({**body, "ignore_eos": True}).encode()
+async def events(port: int, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Yield the events of a streamed completion, after an empty one when the request is sent."""
+    sent = json.dumps({"model": NAME, "stream": True, "ignore_eos": True, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(sent)}\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + sent)
-    times = [time.perf_counter()]
+    yield b""
     while (line := await reader.readline()) != b"data: [DONE]\n":
         assert line, "the server closed a stream"
         if line.startswith(b"data: "):
             assert b'"error"' not in line, line
-            times.append(time.perf_counter())
+            yield line.removeprefix(b"data: ")
     writer.close()
-    return times
+
+
+async def stream(port: int, prompt: list[int], answer: int) -> list[float]:
+    """Return when a completion was asked for, and when each of its events came."""
+    body = {"prompt": prompt, "max_tokens": answer}
+    return [time.perf_counter() async for _ in events(port, body)]
 
 
 async def clients(port: int, given: list[list[int]], answer: int) -> dict[str, float]:

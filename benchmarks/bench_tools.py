@@ -1,10 +1,13 @@
 """A GRPO step of 64 conversations with tools, beside TRL with the same environment.
 
-The model has the Qwen2.5-0.5B shape, and weights that always say the same: 60 words, then a call of
-the tool. So both sides generate the same tokens, five answers a conversation, each but the last
-followed by the tool, which takes `--wait` seconds and is asynchronous. TRL has vLLM in its process:
+The model has the Qwen2.5-0.5B shape, and weights that always say the same: `--words` words, then a
+call of the tool. So both sides generate the same tokens, five answers a conversation, each but the
+last followed by the tool, which takes `--wait` seconds and is asynchronous. TRL has vLLM in its
+process. Further arguments are settings of our recipe:
 
-    python -m benchmarks.bench_tools --trl
+    python -m benchmarks.bench_tools --trl --template qwen3.jinja
+    python -m benchmarks.bench_tools --wait 1 --words 160 --template qwen3.jinja \\
+        engine.max_running=16
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-WORDS, TURNS, STEPS = 60, 5, 5
-PROMPTS, SAMPLES, MOST, MICRO = 8, 8, 600, 16
+TURNS, STEPS = 5, 5
+PROMPTS, SAMPLES, MICRO = 8, 8, 16
+ADDED = 50  # more than the tokens between two answers
 SHOWN = ("turns", "tool_calls", "tokens", "device_waited_seconds", "step_seconds")
 CALL = ("<tool_call>", '\n{"name": "wait", "arguments": {}}\n', "</tool_call>")
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -38,16 +42,19 @@ class Waiting:
 
     async def wait(self) -> str:
         """Wait for something."""
-        await asyncio.sleep(float(os.environ["TOOL_SECONDS"]))
         self.calls += 1
+        if self.calls < TURNS:  # TRL does not make the call of the last answer
+            await asyncio.sleep(float(os.environ["TOOL_SECONDS"]))
         return "done"
 
     def get_reward(self) -> float:
         return self.calls + random.random()
 
 
-def write_model(folder: Path, template: str, fields: dict[str, Any], device: Any) -> None:
-    """Save a tokenizer, and a model that says the words and the call after any other token.
+def write_model(
+    folder: Path, template: str, fields: dict[str, Any], device: Any, words: int
+) -> None:
+    """Save a tokenizer, and a model that says words and the call after any other token.
 
     No layer adds anything, so a token decides the next one: its embedding is the row of that one in
     the head. All tokens outside of the chain have the first word in common.
@@ -61,7 +68,7 @@ def write_model(folder: Path, template: str, fields: dict[str, Any], device: Any
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    said = [*(f" word{number}" for number in range(WORDS)), *CALL]
+    said = [*(f" word{number}" for number in range(words)), *CALL]
     core.add_tokens([AddedToken(text, normalized=False) for text in said])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=MARKS[2], pad_token=MARKS[0], chat_template=template
@@ -77,23 +84,28 @@ def write_model(folder: Path, template: str, fields: dict[str, Any], device: Any
         for name, param in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
                 param.zero_()
-        words = model.get_input_embeddings().weight.normal_()
-        words[:, 0] = 10.0
-        words[chain[:-1], 0] = 0.0
+        embedded = model.get_input_embeddings().weight.normal_()
+        embedded[:, 0] = 10.0
+        embedded[chain[:-1], 0] = 0.0
         head = model.get_output_embeddings().weight
         head[chain[0], 0] = 200.0
         for token, following in pairwise(chain):
-            head[following] += 1.5 * words[token]
+            head[following] += 1.5 * embedded[token]
     model.save_pretrained(folder)
 
 
-def run_ours(model: Path, folder: Path, more: Sequence[str]) -> list[float]:
-    """Return the seconds of each step of a recipe, after the two that compile."""
+def longest(words: int) -> int:
+    """Return the most tokens after a prompt."""
+    return TURNS * (words + ADDED)
+
+
+def run_ours(model: Path, folder: Path, words: int, more: Sequence[str]) -> list[float]:
+    """Return the seconds of each step of a recipe."""
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"game {n}"}) + "\n" for n in range(200)))
-    words = [
+    settings = [
         f"model.path={model}", f"task.template={model}/chat_template.jinja", "task.name=file",
-        f"task.data={rows}", "task.answer_column=null", f"sampling.max_tokens={MOST}",
+        f"task.data={rows}", "task.answer_column=null", f"sampling.max_tokens={longest(words)}",
         "task.environment=benchmarks.bench_tools:Waiting", f"loop.turns={TURNS}",
         "loop.parallel_environments=64", f"loop.prompts_per_step={PROMPTS}",
         f"loop.samples_per_prompt={SAMPLES}", f"trainer.micro_batch_size={MICRO}", "eval.every=0",
@@ -101,26 +113,17 @@ def run_ours(model: Path, folder: Path, more: Sequence[str]) -> list[float]:
         "checkpoint.export_every=null", "driver=inprocess", "exact=false", *more,
     ]  # fmt: skip
     run = folder / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.cli",
-        "run",
-        "qwen2.5-0.5b",
-        *words,
-        "--run-dir",
-        str(run),
-    ]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    command = [sys.executable, "-m", "memsaver", "run", "qwen2.5-0.5b", *settings]
+    subprocess.run([*command, "--run-dir", str(run)], check=True, stdout=sys.stderr)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     trained = [row for row in lines if row["kind"] == "train"]
     for row in trained:
-        print({name: row[name] for name in SHOWN})
-        print(row["stages"])
+        busy = 1 - row["device_waited_seconds"] / row["stages"]["generate_sequences"]
+        print({name: row[name] for name in SHOWN}, f"device busy {busy:.3f}", row["stages"])
     return [row["step_seconds"] for row in trained]
 
 
-def run_trl(model: Path, folder: Path) -> list[float]:
+def run_trl(model: Path, folder: Path, words: int) -> list[float]:
     """Return the seconds of each step of TRL's trainer, in this process."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -143,7 +146,7 @@ def run_trl(model: Path, folder: Path) -> list[float]:
             num_generations=SAMPLES,
             per_device_train_batch_size=MICRO,
             gradient_accumulation_steps=PROMPTS * SAMPLES // MICRO,
-            max_completion_length=MOST,
+            max_completion_length=longest(words),
             max_tool_calling_iterations=TURNS - 1,
             learning_rate=1e-9,
             vllm_gpu_memory_utilization=0.2,
@@ -164,27 +167,29 @@ def main() -> None:
 
     options = parser(__doc__)
     options.add_argument("--template", type=Path, required=True, help="TRL's qwen3.jinja")
-    options.add_argument("--wait", type=float, default=1.0, help="seconds of the tool")
+    options.add_argument("--wait", type=float, default=0.1, help="seconds of the tool")
+    options.add_argument("--words", type=int, default=60, help="in an answer")
     options.add_argument("--trl", action="store_true", help="TRL, too")
     options.add_argument("--trl-side", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("settings", nargs="*", help="of our recipe, as KEY=VALUE")
     args = options.parse_args()
     os.environ["TOOL_SECONDS"] = str(args.wait)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.trl_side:
-            print(json.dumps(run_trl(args.trl_side, folder)))
+            print(json.dumps(run_trl(args.trl_side, folder, args.words)))
             sys.stdout.flush()
             os._exit(0)  # vLLM's threads would keep the process
         model = folder / "model"
         scale = make_scale(args)
-        more = ["device=cpu", "model.dtype=float32", "driver=auto"] * scale.tiny
-        write_model(
-            model, args.template.read_text(), fields_of(scale, "qwen2.5-0.5b"), scale.device
-        )
-        seconds = {"memsaver": run_ours(model, folder, more)}
+        more = ["device=cpu", "model.dtype=float32", "driver=auto"] * scale.tiny + args.settings
+        fields = fields_of(scale, "qwen2.5-0.5b")
+        write_model(model, args.template.read_text(), fields, scale.device, args.words)
+        seconds = {"memsaver": run_ours(model, folder, args.words, more)}
+        print(seconds, flush=True)
         if args.trl:
             side = ["--trl-side", str(model), "--template", str(args.template)]
-            command = [sys.executable, "-m", "benchmarks.bench_tools", "--wait", str(args.wait)]
+            command = [sys.executable, "-m", "benchmarks.bench_tools", "--words", str(args.words)]
             out = subprocess.run([*command, *side], check=True, stdout=subprocess.PIPE, text=True)
             print(out.stdout)
             seconds["TRL"] = json.loads(out.stdout.splitlines()[-1])

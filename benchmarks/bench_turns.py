@@ -11,29 +11,19 @@ vLLM's server, which must be importable:
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import math
 import random
-import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import openai
-import torch
-import uvicorn
-
-from benchmarks.bench_serve import NAME, compare, free_port, server, write_model
-from benchmarks.common import Scale, settle
-from rollout import AsyncEngine, Engine, KVTiers
-from rollout.server import ChatFormat, ServerOptions, make_app
+from benchmarks.bench_serve import NAME, compare, events, free_port, server, write_model
+from benchmarks.common import Scale
 
 TURNS = 4
 
@@ -75,130 +65,86 @@ class Load(NamedTuple):
         return cls(prompts, tools, answer)
 
 
-async def ask(client: openai.AsyncOpenAI, prompt: list[int], most: int) -> tuple[float, list[int]]:
-    """Return the seconds to the first token of a streamed answer, and its tokens."""
-    began, first, ids = time.perf_counter(), 0.0, list[int]()
-    extra = {"ignore_eos": True, "return_token_ids": True}
-    events = await client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=most, stream=True, extra_body=extra
-    )
-    async for event in events:
-        new: list[int] = getattr(event.choices[0], "token_ids", None) or []
-        if new and not ids:
-            first = time.perf_counter() - began
-        ids += new
+class Turn(NamedTuple):
+    """One answer: the seconds to its first token, its tokens, and what the prompt cost."""
+
+    first: float
+    ids: list[int]
+    computed: int  # prompt tokens that did not come from the prefix cache
+
+
+async def ask(port: int, prompt: list[int], most: int) -> Turn:
+    """Ask for an answer as a stream."""
+    body = {"prompt": prompt, "max_tokens": most, "return_token_ids": True}
+    body["stream_options"] = {"include_usage": True}
+    began = first = 0.0
+    ids, cached = list[int](), 0
+    async for event in events(port, body):
+        now = time.perf_counter()
+        began = began or now
+        told = json.loads(event or b"{}")
+        for choice in told.get("choices", ()):
+            ids += choice.get("token_ids") or []
+            first = first or (now if ids else 0.0)
+        if usage := told.get("usage"):
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     assert len(ids) == most, f"{len(ids)} tokens came"
-    return first, ids
+    return Turn(first - began, ids, len(prompt) - cached)
 
 
-async def converse(client: openai.AsyncOpenAI, load: Load, number: int, alone: bool) -> list[float]:
-    """Return the seconds to the first token of each turn; `alone`: without earlier turns."""
-    firsts, history = [], list[int]()
+async def converse(port: int, load: Load, number: int, alone: bool) -> list[Turn]:
+    """Return the turns of a conversation; `alone`: each without the earlier ones."""
+    turns, history = list[Turn](), list[int]()
     for turn, new in enumerate(load.prompts[number]):
         await asyncio.sleep(load.tools[number][turn])
         history = new if alone else history + new
-        first, answer = await ask(client, history, load.answer)
-        firsts.append(first)
-        history = history + answer
-    return firsts
+        turns.append(await ask(port, history, load.answer))
+        history = history + turns[-1].ids
+    return turns
 
 
 async def run(port: int, load: Load, alone: bool = False) -> dict[str, float]:
     """Let all conversations run; return figures of first tokens in later turns."""
-    url, began = f"http://127.0.0.1:{port}/v1", time.perf_counter()
-    async with openai.AsyncOpenAI(base_url=url, api_key="-") as client:
-        numbers = range(len(load.prompts))
-        all_turns = await asyncio.gather(*(converse(client, load, n, alone) for n in numbers))
-    later = [first for firsts in all_turns for first in firsts[1:]]
+    began, numbers = time.perf_counter(), range(len(load.prompts))
+    talks = await asyncio.gather(*(converse(port, load, number, alone) for number in numbers))
+    later = [turn.first for turns in talks for turn in turns[1:]]
     return {
         "ms to first, median": 1e3 * statistics.median(later),
         "ms to first, p90": 1e3 * statistics.quantiles(later, n=10)[-1],
+        "computed / new": sum(turn.computed for turn in chain.from_iterable(talks)) / load.new,
         "seconds": time.perf_counter() - began,
     }
-
-
-@contextlib.contextmanager
-def own_server(scale: Scale, folder: Path, load: Load, host: float | None) -> Iterator[Any]:
-    """Serve our engine, whose statistics the block can read; yield it and the port."""
-    tiers = None if host is None else KVTiers(host_ratio=host)
-    kv = load.tokens // 4
-    how: Any = {"kv_tokens": kv, "max_running": len(load.prompts), "tiers": tiers}
-    engine = Engine.from_pretrained(folder, scale.device, torch.bfloat16, **how)
-    port, ready, ended = free_port(), threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(serve(engine, folder, port, ready, ended)))
-    thread.start()
-    try:
-        assert ready.wait(120)
-        yield engine, port
-    finally:
-        ended.set()
-        thread.join()
-        engine.saver.close()
-        settle(scale.device)
-
-
-async def serve(
-    engine: Engine, folder: Path, port: int, ready: threading.Event, ended: threading.Event
-) -> None:
-    options = ServerOptions(model=NAME, max_context_len=engine.max_context_len)
-    async with AsyncEngine(engine) as shared:
-        app = make_app(shared, ChatFormat.of(folder), options)
-        http = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-        running = asyncio.create_task(http.serve())
-        while not http.started:
-            await asyncio.sleep(0.01)
-        ready.set()
-        await asyncio.to_thread(ended.wait)
-        http.should_exit = True
-        await running
-
-
-def computed_by_vllm(port: int) -> float:
-    """Return the prompt tokens that vLLM has computed."""
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-
-    def total(name: str) -> float:
-        found = re.findall(rf"^vllm:{name}(?:_total)?{{[^}}]*}} (\S+)$", text, re.M)
-        return sum(map(float, found))
-
-    return total("prefix_cache_queries") - total("prefix_cache_hits")
 
 
 def measure(scale: Scale, shape: str, rival: bool, out: Path | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
+        folder, port = Path(name) / "model", str(free_port())
         folder.mkdir()
         load = Load.drawn(scale, write_model(scale, folder, shape))
-        sides = {"floor": (None, True), "host tier": (4.0, False), "no tier": (None, False)}
-        for side, (host, alone) in sides.items():
-            with own_server(scale, folder, load, host) as (engine, port):
-                asyncio.run(run(port, warm(load), alone))
-                before = vars(engine.stats).copy()
-                results[side] = asyncio.run(run(port, load, alone))
-                counts = {name: vars(engine.stats)[name] - before[name] for name in before}
-                answered = load.answer * TURNS * len(load.prompts)
-                results[side]["computed / new"] = (counts["computed_tokens"] - answered) / load.new
-                results[side] |= {name: float(count) for name, count in counts.items()}
-                print(side, results[side], flush=True)
+        running = len(load.prompts)
+        own = [
+            sys.executable, "-m", "memsaver", "serve", str(folder), "--name", NAME, "--port", port,
+            f"kv_tokens={load.tokens // 4}", f"max_running={running}",
+        ]  # fmt: skip
+        sides = {"floor": own, "host tier": [*own, "tiers.host_ratio=4.0"], "no tier": own}
         if rival:
-            port = free_port()
-            command = [
+            sides["vLLM"] = [
                 sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-                "--served-model-name", NAME, "--port", str(port),
-                "--max-model-len", str(load.longest + 16), "--max-num-seqs",
-                str(len(load.prompts)), "--enable-prefix-caching", "--gpu-memory-utilization",
-                "0.6", "--num-gpu-blocks-override", str(load.tokens // 4 // 16),
+                "--served-model-name", NAME, "--port", port, "--max-model-len",
+                str(load.longest + 16), "--max-num-seqs", str(running), "--enable-prefix-caching",
+                "--enable-prompt-tokens-details", "--gpu-memory-utilization", "0.6",
+                "--num-gpu-blocks-override", str(load.tokens // 4 // 16),
             ]  # fmt: skip
-            with server(command, port, (out or folder) / "bench_turns_vllm.log"):
-                asyncio.run(run(port, warm(load)))
-                before = computed_by_vllm(port)
-                results["vLLM"] = asyncio.run(run(port, load))
-                results["vLLM"]["computed / new"] = (computed_by_vllm(port) - before) / load.new
+        for side, command in sides.items():
+            log = (out or folder) / f"bench_turns_{side.split()[0]}.log"
+            with server(command, int(port), log):
+                asyncio.run(run(int(port), warm(load), side == "floor"))
+                results[side] = asyncio.run(run(int(port), load, side == "floor"))
+                print(side, results[side], flush=True)
+    floor = results["floor"]["ms to first, median"]
     for figures in results.values():
-        figures["of floor"] = (
-            figures["ms to first, median"] / results["floor"]["ms to first, median"]
-        )
+        figures["of floor"] = figures["ms to first, median"] / floor
     return results
 
 

@@ -230,6 +230,8 @@ class Completion:
         routed_experts: With `EngineConfig.return_routed_experts` and without beam search, uint8 or
             int16 [K, layers with experts, top_k]: the experts of the last K tokens before the final
             one. Prompt tokens from the prefix cache or from another engine are not included.
+        cached_tokens: Leading tokens of the prompt that came from the prefix cache, or from what is
+            below it, when the request began. 0: no prefix was known, or a hosted engine is silent.
     """
 
     token_ids: list[int]
@@ -240,6 +242,7 @@ class Completion:
     top_logprobs: list[TokenScores] = field(default_factory=list)
     prompt_logprobs: list[TokenScores] | None = None
     routed_experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
+    cached_tokens: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)
@@ -265,6 +268,7 @@ class Completion:
             top_logprobs=[*whole.top_logprobs],
             prompt_logprobs=whole.prompt_logprobs,
             routed_experts=whole.routed_experts,
+            cached_tokens=whole.cached_tokens,
         )
 
 
@@ -286,6 +290,7 @@ class Output(NamedTuple):
         top_logprobs: See `Completion`; of the tokens of this output.
         prompt_logprobs: In the last output; see `Completion`.
         routed_experts: In the last output, those of the whole sample; see `Completion`.
+        cached_tokens: See `Completion`.
     """
 
     id: int
@@ -299,6 +304,7 @@ class Output(NamedTuple):
     top_logprobs: Sequence[TokenScores] = ()
     prompt_logprobs: list[TokenScores] | None = None
     routed_experts: NDArray[Any] | None = None
+    cached_tokens: int = 0
 
     @classmethod
     def joined(cls, outputs: "Sequence[Output]") -> "Output":

@@ -15,7 +15,7 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.memory.torch_allocator import empty_torch_cache
-from rollout import Completion, Engine, SamplingParams
+from rollout import Completion, Engine, KVTiers, SamplingParams
 from tests.helpers.case_selection import rounds
 from tests.helpers.memory import Scribbler, counted, process_bytes
 from tests.helpers.rollout.answers import GAP
@@ -158,6 +158,27 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
             assert not engine.kv_pool.stored["k"][:, 1:16].isnan().any()
     prompts = engines[0].runner.prompt_graphs
     assert engines[0].graphs.replays > 0 and prompts is not None and prompts.replays > 0
+
+
+def test_prompts_behind_pages_that_still_load_are_replayed(tmp_path: Path) -> None:
+    """A graph reads all layers, so it waits for the whole load: equal to computing the prefix."""
+    path = write_model(tmp_path / "model", "llama", **SHAPE)
+    small: dict[str, Any] = {**ENGINE, "kv_tokens": 512, "graph_prefill_tokens": 96}
+    tiers = KVTiers(host_ratio=16.0)
+    tiered = Engine.from_pretrained(path, "cuda:0", tiers=tiers, **small)
+    plain = Engine.from_pretrained(path, "cuda:0", prefix_cache=False, **small)
+    rng = random.Random(0)
+    turns = [[rng.randrange(96) for _ in range(300)] for _ in range(8)]
+    for turn in range(3):
+        for number, ids in enumerate(turns):
+            before = tiered.runner.prompt_graphs.replays
+            (answer,), (wanted,) = (engine.generate([ids], GREEDY)[0] for engine in (tiered, plain))
+            assert answer.token_ids == wanted.token_ids, (turn, number)
+            assert answer.logprobs == pytest.approx(wanted.logprobs, abs=GAP)
+            assert answer.cached_tokens == (0 if turn == 0 else (len(ids) - 21) // 16 * 16)
+            assert tiered.runner.prompt_graphs.replays > before
+            turns[number] = [*ids, *answer.token_ids, *rng.choices(range(96), k=20)]
+    assert tiered.stats.loaded_tokens >= 2 * 8 * 288
 
 
 def test_engine_refuses_to_generate_while_its_graphs_are_paused(tmp_path: Path) -> None:

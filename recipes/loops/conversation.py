@@ -66,6 +66,11 @@ class Conversation:
         told = ([{"role": "fork", "content": ""}, *row.messages] for row in forks)
         return [*first.messages, *chain.from_iterable(told)]
 
+    @property
+    def recomputed(self) -> int:
+        """Return the tokens of earlier turns that were computed again."""
+        return sum(row.recomputed for row in self.rows)
+
     def answered(self, message: Message) -> None:
         """Count an answer."""
         self.turns, self.text = self.turns + 1, str(message["content"] or "")

@@ -54,6 +54,7 @@ def _of_conversations(samples: Samples) -> dict[str, float]:
         "tool_calls": sum(talk.calls for talk in talks),
         "tool_errors": sum(talk.errors for talk in talks),
         "forks": sum(len(talk.rows) - 1 for talk in talks),
+        "recomputed_tokens": sum(talk.recomputed for talk in talks),
         "environment_seconds": float(np.mean([talk.seconds for talk in talks])),
         "device_waited_seconds": sum(talk.device_waited for talk in talks),
     }

@@ -73,6 +73,8 @@ class RecordedRow:
         weight_versions: Version of the weights of each; of other tokens, that of the token before.
         messages: The messages after those of the first prompt.
         ended: Whether the last answer came to its end.
+        recomputed: Tokens of earlier turns that went through the model again for a later one, since
+            the prefix cache had them no more or has whole pages only.
     """
 
     prompt_ids: list[int]
@@ -82,6 +84,8 @@ class RecordedRow:
     weight_versions: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     ended: bool = False
+    recomputed: int = 0
+    _known: int = 0  # leading tokens that went through the model: all but the last of an answer
 
     @property
     def ids(self) -> list[int]:
@@ -97,6 +101,8 @@ class RecordedRow:
         """
         self._add(completion.token_ids, completion.logprobs, completion.weight_versions, True)
         self.messages.append(message)
+        self.recomputed += max(0, self._known - completion.cached_tokens)
+        self._known = len(self.prompt_ids) + len(self.response_ids) - 1
         self.ended = completion.finish_reason == "stop"
 
     def replied(self, ids: Sequence[int], messages: Sequence[Message]) -> None:

@@ -306,4 +306,5 @@ def completion(output: Mapping[str, Any], version: int) -> Completion:
         logprobs=[float(logprob) for logprob, *_ in info["output_token_logprobs"]],
         finish_reason=reason["type"],
         weight_versions=[version] * len(tokens),
+        cached_tokens=info.get("cached_tokens", 0),
     )

@@ -179,7 +179,8 @@ class VllmRollout(HostedRollout, SteppedEngine):
             tokens, logprobs = list(sample.token_ids), list(sample.logprobs.logprobs)
             versions = [self.weights_version] * len(tokens)
             id, reason = int(result.request_id), sample.finish_reason
-            yield Output(id, sample.index, tokens, logprobs, versions, reason)
+            cached = result.num_cached_tokens or 0
+            yield Output(id, sample.index, tokens, logprobs, versions, reason, cached_tokens=cached)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

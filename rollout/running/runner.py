@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcache.allocators import Int64Array, to_device
+from kvcache.tiers import HostTransfer
 from memsaver import MemorySaver
 from memsaver.graph_pool import GraphPool
 from memsaver.system.devices import Impl, use_triton
@@ -145,12 +146,12 @@ class ModelRunner:
             self._tell_slots(np.concatenate([step.rows, begun]))
         last, self._replayed = self._replayed, None
         if self.graphs is not None and not step.chunks and len(step.rows) <= self.graphs.max_batch:
-            for load in step.loads:
-                load.wait()
+            _await(step.loads)
             return self._replay(self.graphs, step, last)
         ids, positions, ends, shape = _pack(step)
         graphs = self.prompt_graphs
-        if graphs is not None and len(positions) <= graphs.max_tokens and not step.loads:
+        if graphs is not None and len(positions) <= graphs.max_tokens:
+            _await(step.loads)
             hidden = self._states = graphs.replay(ids, positions, shape)
             return self._logits(hidden, to_device(ends, self.device))
         slots = [step.decode_slots] if step.decode else []
@@ -355,6 +356,12 @@ class ModelRunner:
         if np.array_equal(at, np.arange(len(logits))):
             return logits
         return logits[to_device(at, self.device)]
+
+
+def _await(loads: Sequence[HostTransfer]) -> None:
+    """Make the current stream wait for copies, before a graph that reads all layers."""
+    for load in loads:
+        load.wait()
 
 
 def _pack(step: Step) -> tuple[Int64Array, Int64Array, Int64Array, BatchShape]:

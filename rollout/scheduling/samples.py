@@ -103,6 +103,7 @@ class Sample:
     handle: ReqHandle | None = None  # the running sequence; None while the sample waits
     rows: NewTokens | None = None  # None while the sample waits
     computed: int = 0  # number of leading tokens whose keys and values are cached
+    found: int | None = None  # what of them the prefix cache had at the sample's first start
     prefill_len: int = 0  # number of tokens to compute in chunks before decode starts
     beams: "BeamGroup | None" = None  # the search of which this sample is a branch
     score: float | None = None  # rank value of a beam search's finished answer
@@ -221,6 +222,7 @@ class Sample:
             self.top[first : self.told],
             self.scores.rows if ended and self.scores is not None else None,
             self.routing.joined() if whole else None,
+            self.found or 0,
         )
 
 

@@ -257,6 +257,8 @@ class Scheduler:
         assert admitted is not None, "the request table has max_running rows"
         sample.handle, sample.computed = admitted
         sample.prefill_len = sample.length
+        if sample.found is None:
+            sample.found = sample.computed
         self._begin(sample)
         if swapped is not None and sample.computed >= swapped.tokens:
             self.stats.swapped_back += 1
@@ -308,7 +310,7 @@ class Scheduler:
         child.computed = child.prefill_len = parent.prefill_len
         child.remote = False
         self._begin(child)
-        child.routing = parent.routing.copy()
+        child.routing, child.found = parent.routing.copy(), parent.found
         self.running.insert(self.running.index(parent) + 1, child)
 
     def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:

@@ -29,6 +29,7 @@ class AnsweredSample:
 
     Attributes:
         ended: Whether its last piece has come.
+        cached: Leading tokens of its prompt that were not computed.
     """
 
     def __init__(self, asked: "Asked", prompt: int, sample: int) -> None:
@@ -40,7 +41,7 @@ class AnsweredSample:
         self._offset = 0  # characters
         self._told = {"reasoning_content": "", "content": ""}
         self._scores: list[tuple[float, int]] = []  # log-probability and version of each token
-        self.ended = False
+        self.ended, self.cached = False, 0
 
     @property
     def tokens(self) -> int:
@@ -64,7 +65,7 @@ class AnsweredSample:
         count = self.tokens - known
         ids = output.token_ids[:count]
         self._ids += ids
-        self.ended = reason is not None
+        self.ended, self.cached = reason is not None, output.cached_tokens
         choice: Json = {"index": self._index}
         delta = self._message_delta(new)
         if self._asked.record is not None:
@@ -117,6 +118,7 @@ class AnsweredSample:
                 logprobs=[logprob for logprob, _ in self._scores],
                 finish_reason="stop" if reason == "stop" else "length",
                 weight_versions=[version for _, version in self._scores],
+                cached_tokens=self.cached,
             ),
             messages=body.messages if isinstance(body, ChatBody) else (),
             answer=_whole_message({**delta, **self._told})["message"],
@@ -242,11 +244,13 @@ class Asked:
     def usage(self) -> Json:
         """Return the numbers of tokens so far."""
         prompt = sum(map(len, self.prompts))
+        cached = sum(samples[0].cached for samples in self.samples)
         answers = sum(sample.tokens for sample in chain.from_iterable(self.samples))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answers,
             "total_tokens": prompt + answers,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def _prompt_ids(self) -> Json:

@@ -35,6 +35,7 @@ def test_the_trainer_scores_what_the_engine_sampled_bit_for_bit(short: Path) -> 
         assert 1 < row["turns"] <= 4
         assert row["tool_calls"] == row["tool_errors"] == 0
         assert row["environment_seconds"] > 0
+        assert 0 < row["recomputed_tokens"] <= 15 * 24 * (row["turns"] - 1), "a part of a page"
         assert row["response_length_max"] <= 32
     assert {row["step"] for row in rows(short, "eval")} == {0, 2, 3}
 

@@ -24,6 +24,7 @@ VLLM_FIELDS = {
         "flat_logprobs", "output_kind", "detokenize",
     },
     "FlatLogprobs": {"logprobs"},
+    "RequestOutput": {"request_id", "outputs", "num_cached_tokens"},
     "CompletionOutput": {"index", "token_ids", "logprobs", "finish_reason"},
     "RequestOutputKind": {"FINAL_ONLY"},
     "TokensInput": {"type", "prompt_token_ids"},

@@ -82,7 +82,11 @@ def test_answers_with_and_without_prefix_cache_are_equal(
         for alone in random_prompts((100, 90), seed=5) if policy else ():
             run(engine, [alone])
         assert_same(run(engine, prompts), expected)
-    assert_same([run(engine, [prompt])[0] for prompt in prompts], expected)
+    before = engine.stats.prefix_hit_tokens
+    alone = [run(engine, [prompt])[0] for prompt in prompts]
+    assert_same(alone, expected)
+    hits = engine.stats.prefix_hit_tokens - before
+    assert sum(answer.cached_tokens for answer in alone) == hits > 100
     assert engine.stats.prefix_hit_tokens > 2 * sum(len(prompt) - PAGE for prompt in prompts)
     assert (engine.stats.loaded_tokens > 60) == (policy is not None)
     assert plain.stats.prefix_hit_tokens == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recipes.setup.chat_turns import chat_of
 from rollout import Completion, SamplingParams
-from rollout.chats import RecordedTurn, SessionRecord
+from rollout.chats import RecordedRow, RecordedTurn, SessionRecord
 from rollout.server import ChatFormat
 from rollout.server.bodies import ChatBody
 from tests.helpers.recipes.chat_forms import form_of
@@ -149,6 +149,16 @@ def test_appending_makes_one_row_and_a_template_that_cannot_forks() -> None:
         assert len(rows) == count
         roles = [message["role"] for message in rows[0].messages]
         assert roles == (["assistant", "user"] * 4)[: 2 * (5 - count) - 1][: len(roles)]
+
+
+def test_tokens_that_a_turn_computes_again_are_counted() -> None:
+    row = RecordedRow(prompt_ids=[0] * 10)
+    for cached, again in ((0, 0), (12, 0), (8, 11), (32, 11)):
+        like: dict[str, Any] = {"logprobs": [0.0] * 3, "weight_versions": [0] * 3}
+        answer = Completion(token_ids=[1] * 3, finish_reason="stop", cached_tokens=cached, **like)
+        row.answered(answer, {"role": "assistant"})
+        assert row.recomputed == again
+        row.replied([2] * 4, [])
 
 
 def test_tools_results_follow_calls_and_decide_the_history() -> None:

@@ -19,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 ONE_LAYER = "model.config.num_hidden_layers=1"
 SMALL = ("loop.prompts_per_step=8", "loop.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
 SMALL_PPO = ("loop.prompts_per_step=8", "loop.samples_per_prompt=4", "eval.every=2", ONE_LAYER)
-CLOCK_FIGURES = (  # these differ between runs of one recipe
+CLOCK_FIGURES = (  # these differ between runs of one recipe, as their times do
     "step_seconds",
     "tokens_per_second",
     "update_tflops",
@@ -30,6 +30,7 @@ CLOCK_FIGURES = (  # these differ between runs of one recipe
     "hidden_seconds",
     "device_waited_seconds",
     "environment_seconds",
+    "recomputed_tokens",
 )
 
 EXACT_SMOLLM2 = (  # random weights

@@ -205,6 +205,7 @@ class FusedEngine:
         return [
             SimpleNamespace(
                 request_id=str(id),
+                num_cached_tokens=None,
                 outputs=[SimpleNamespace(index=index, **fields) for index in range(samples)],
             )
             for id, samples in queued.items()

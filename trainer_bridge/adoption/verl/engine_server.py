@@ -116,11 +116,12 @@ class EngineServer(UpdatedServer):
     def _output(self, answer: Completion | None, log_probs: bool) -> TokenOutput:
         """Return verl's form of an answer; None: the request was rejected."""
         aborted = answer is None or answer.finish_reason == "abort"
+        cached = None if answer is None else answer.cached_tokens
         return TokenOutput(
             token_ids=[] if answer is None else answer.token_ids,
             log_probs=answer.logprobs if answer is not None and log_probs else None,
             stop_reason="aborted" if aborted else "completed",
-            extra_fields={"global_steps": self._global_steps, "num_cached_tokens": None},
+            extra_fields={"global_steps": self._global_steps, "num_cached_tokens": cached},
         )
 
     async def abort_all_requests(
