@@ -10,6 +10,7 @@ from recipes.environments.environments import (
     Environments,
 )
 from recipes.environments.guess_game import Guess
+from recipes.environments.python_tool import Python
 
 __all__ = [
     "EnvironmentFault",
@@ -17,4 +18,5 @@ __all__ = [
     "EnvironmentProcess",
     "Environments",
     "Guess",
+    "Python",
 ]

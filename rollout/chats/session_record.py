@@ -14,7 +14,7 @@ from rollout.requests import Completion, SamplingParams
 
 _SHAPING = (
     "top_k", "top_p", "min_p", "ignore_eos", "min_tokens", "presence_penalty", "allowed_token_ids",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema", "prompt_logprobs",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema",
 )  # fmt: skip
 
 
