@@ -123,8 +123,8 @@ class AnsweredSample:
             messages=body.messages if isinstance(body, ChatBody) else (),
             answer=_whole_message({**delta, **self._told})["message"],
         )
-        arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else {}
-        record.add(turn, self._asked.tools, arguments)
+        chat = body if isinstance(body, ChatBody) else None
+        record.add(turn, *((chat.tools, chat.chat_template_kwargs) if chat else ()))
 
     def _settled(self, now: AnswerMessage) -> dict[str, str]:
         """Return the texts of a message that later tokens do not change."""
@@ -204,7 +204,7 @@ class Asked:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """Return the tools that the answer may call."""
-        return self.body.tools if isinstance(self.body, ChatBody) else ()
+        return self.body.callable_tools if isinstance(self.body, ChatBody) else ()
 
     @cached_property
     def parses(self) -> bool:

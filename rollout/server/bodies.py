@@ -182,6 +182,11 @@ class ChatBody(SampledBody):
     def schema_text(self) -> str | None:
         return self.response_format.schema_text
 
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Return the tools whose calls are read; the prompt has all, whatever the choice."""
+        return [] if self.tool_choice == "none" else self.tools
+
     @model_validator(mode="after")
     def _settle(self) -> "ChatBody":
         if self.max_completion_tokens is not None:
@@ -190,9 +195,7 @@ class ChatBody(SampledBody):
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.tool_choice == "none":
-            self.tools = []
-        if self.tools and self.response_format.type != "text":
+        if self.callable_tools and self.response_format.type != "text":
             raise ValueError(
                 "response_format: tools are called in free text; leave one of both out"
             )

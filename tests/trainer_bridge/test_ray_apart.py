@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from rollout import SamplingParams
 from rollout.tag_names import TAGS
+from tests.helpers.memsaver.savers import until
 from tests.helpers.ray_cluster import ENGINE, PROMPTS, SAMPLED, RayCluster
 from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.trainer_bridge.models import config, make_batch
@@ -57,6 +59,11 @@ def test_engine_apart_stays_awake_and_gives_the_numbers_of_a_colocated_one(
         futures = [sides[1].submit(prompt, GREEDY, key=n % 2) for n, prompt in enumerate(PROMPTS)]
         alone = [future.result(60)[0].token_ids for future in futures]
         assert alone == [samples[0].token_ids for samples in together]
+        long = SamplingParams(max_tokens=60, temperature=0)
+        many = [sides[1].submit(PROMPTS[0], long) for _ in range(200)]
+        until(lambda: len(sides[1].call("unfinished")) > 100)
+        assert not all(future.done() for future in many), "other calls do not wait for requests"
+        assert len({tuple(future.result(60)[0].token_ids) for future in many}) == 1
     ray_cluster.wait_free()
 
 

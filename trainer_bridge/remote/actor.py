@@ -25,8 +25,8 @@ from trainer_bridge.remote.group import GRACE_SECONDS, RemoteActor, RemoteGroup
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
 
-CALLS = 32
-"""How many calls an engine's actor takes at once."""
+CALLS = 256
+"""How many calls an engine's actor takes at once, each in a thread; more requests wait for one."""
 
 
 class EngineReplacer(Protocol):

@@ -151,8 +151,13 @@ def test_tool_calls_and_thoughts_are_told_in_streams_as_in_whole(tmp_path: Path)
                 texts = [part.delta if stream else part.message for part in told]
                 assert "".join(text.content or "" for text in texts) == "I a"
                 assert told[-1].finish_reason == "stop" and not texts[-1].tool_calls
-            none = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
+            both: list[Any] = [
+                client.chat.completions.create(**asked, tool_choice=choice)
+                for choice in ("none", "auto")
+            ]
+            none = both[0].choices[0].message
             assert none.tool_calls is None and CALL in (none.content or "")
+            assert both[0].prompt_token_ids == both[1].prompt_token_ids, "it goes on from others"
 
 
 @pytest.mark.parametrize(
