@@ -1,8 +1,10 @@
 """Conversations of one generation: beside each other, on one engine."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from recipes.loops.conversation import AgentAccess, Conversation, Talk
@@ -48,11 +50,13 @@ def converse(
     found = setup.conversations
     assert found is not None and found.environments is not None, "see Setup.opened"
     agents, began = found.agents, time.monotonic()
-    with (
-        _owned(rollout) as owner,
-        agents.answering(owner.submit) if agents is not None else nullcontext(),
-    ):
-        talk = _talk(setup, owner.submit, temperature)
+    with contextlib.ExitStack() as stack:
+        owner = stack.enter_context(_owned(rollout))
+        # A turn may begin while an update of engines apart is under way.
+        submit = partial(owner.submit, asleep="queue")
+        if agents is not None:
+            stack.enter_context(agents.answering(submit))
+        talk = _talk(setup, submit, temperature)
         futures = [
             found.environments.start(
                 talk.converse,

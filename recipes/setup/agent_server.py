@@ -70,12 +70,15 @@ class AgentServer:
 
     @contextlib.contextmanager
     def answering(self, submit: Submit) -> Iterator[None]:
-        """Let an engine answer what is asked inside of the block."""
-        self._engine.begin = submit
+        """Let an engine answer what is asked inside of the block.
+
+        Blocks of an evaluation and of a step that is sampled ahead may overlap.
+        """
+        self._engine.owners.append(submit)
         try:
             yield
         finally:
-            self._engine.begin = None
+            self._engine.owners.remove(submit)
 
     def close(self) -> None:
         """End the server and its thread."""
@@ -88,21 +91,23 @@ class WholeAnswers:
     """The engine of a step as a server asks it: streams get their answer in one piece.
 
     Attributes:
-        begin: Begins to answer a prompt; None: no engine generates.
+        owners: Begin to answer a prompt, on the same engines; empty: no engine generates.
     """
 
-    begin: Submit | None = None
     ended = False
+
+    def __init__(self) -> None:
+        self.owners: list[Submit] = []
 
     def submit(
         self, token_ids: Sequence[int], params: SamplingParams, session: Hashable | None = None
     ) -> TokenStream:
         """Begin to answer a request, see `AsyncEngine.submit`."""
-        if self.begin is None:
+        if not (owners := self.owners[:]):
             raise StateError(_STALE)
         stream = TokenStream(_cancel)
         stream.future = Future()
-        answering = self.begin(token_ids, params)
+        answering = owners[-1](token_ids, params)
         stream.future.add_done_callback(lambda _: _cancel(answering))
         answering.add_done_callback(lambda done: _tell(stream, done))
         return stream

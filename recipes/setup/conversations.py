@@ -136,10 +136,9 @@ def _check_recipe(recipe: Recipe) -> None:
     if recipe.engine.hosted:
         rule = "conversations with environments need the native engine"
         raise refused("engine.kind", recipe.engine.kind, rule, "native")
-    for key, off in (("loop.max_staleness", 0), ("loop.router_replay", False)):
-        if recipe.value(key):
-            rule = "conversations with environments exclude it"
-            raise refused(key, recipe.value(key), rule, off)
+    if recipe.loop.router_replay:
+        rule = "conversations with environments exclude it"
+        raise refused("loop.router_replay", True, rule, False)
 
 
 def _check_kind(task: Task, name: str, kind: EnvironmentKind) -> None:

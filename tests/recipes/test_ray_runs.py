@@ -244,6 +244,22 @@ def test_engine_apart_samples_while_the_trainer_learns(
     assert (2, {1, 2}) in pairs  # new weights came in the middle of an answer
 
 
+def test_agents_go_on_while_the_trainer_learns(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """Turns begin during updates, and beside those of evaluations; each answer is learned once."""
+    words = ["driver=ray", "cluster.rollout_gpus=1", "cluster.colocate=false", "steps=3"]
+    words += ["loop.max_staleness=1", "loop.prompts_per_step=4", "loop.samples_per_prompt=4"]
+    words += ["eval.every=1", "eval.problems=4", "checkpoint.every=0", "task.timeout=60"]
+    words += ["task.agent=tests.helpers.recipes.agents:forking", "loop.parallel_environments=3"]
+    with without_pictures():
+        assert main(["run", "guess", *words, "--run-dir", str(tmp_path)]) == 0
+    ray_cluster.wait_free()
+    trained = rows(tmp_path, "train")
+    assert [row["staleness"] > 0 for row in trained] == [False, True, True]
+    for row in trained:
+        assert row["faults"] == 0 and (row["turns"], row["forks"]) == (6.0, 4 * 16)
+    assert len(rows(tmp_path, "eval")) == 4
+
+
 def marked(mark: str) -> list[str]:
     """Return the command lines of processes with this word in their initial environment."""
     commands = []

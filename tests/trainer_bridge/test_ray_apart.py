@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memsaver import StateError
 from rollout import SamplingParams
 from rollout.tag_names import TAGS
 from tests.helpers.memsaver.savers import until
@@ -64,6 +65,13 @@ def test_engine_apart_stays_awake_and_gives_the_numbers_of_a_colocated_one(
         until(lambda: len(sides[1].call("unfinished")) > 100)
         assert not all(future.done() for future in many), "other calls do not wait for requests"
         assert len({tuple(future.result(60)[0].token_ids) for future in many}) == 1
+        sides[1].call("sleep")
+        waiting = sides[1].submit(PROMPTS[0], GREEDY, asleep="queue")
+        with pytest.raises(StateError, match="cannot generate"):
+            sides[1].submit(PROMPTS[0], GREEDY).result(60)
+        assert not waiting.done()
+        sides[1].call("wake_up")
+        assert waiting.result(60)[0].token_ids == alone[0]
     ray_cluster.wait_free()
 
 

@@ -314,7 +314,11 @@ class RemoteRollout(RemoteGroup):
         return [completions[number] for number in range(len(prompts))]
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, key: Hashable | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        key: Hashable | None = None,
+        **how: Any,
     ) -> Future[list[Completion]]:
         """Begin to answer a request, together with others, on the engine that `Router` picks.
 
@@ -322,6 +326,7 @@ class RemoteRollout(RemoteGroup):
             prompt: Token ids.
             params: Sampling parameters.
             key: As in `Router.pick`.
+            **how: Further arguments of the engine's `EngineLoop.generate`.
 
         Returns:
             The samples, or the error; ActorDied if the engine is lost, which replaces none.
@@ -331,7 +336,7 @@ class RemoteRollout(RemoteGroup):
 
         def answer() -> list[Completion]:
             try:
-                return self.of(engine).generate([prompt], [params])[0]
+                return self.of(engine).generate([prompt], [params], **how)[0]
             finally:
                 self._router.done(engine, tokens)
 
