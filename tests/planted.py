@@ -672,6 +672,27 @@ BUGS = [
         '"in_flight": "refuse"',
     ),
     Bug(
+        "a running sequence of older weights is cached as one of the present ones",
+        "rollout/scheduling/prefix.py",
+        "rollout/test_updates_in_flight.py",
+        "held.version != self.cache.version or self.cache",
+        "self.cache",
+    ),
+    Bug(
+        "states of older weights are cached as present ones",
+        "kvcache/radix/mamba_cache.py",
+        "kvcache/radix/test_radix_stateful.py",
+        "if version < self.version:\n            return MambaInsert(len(key), False)",
+        "if version < 0:\n            return MambaInsert(len(key), False)",
+    ),
+    Bug(
+        "a sample of older weights is swapped out under the names of present pages",
+        "rollout/scheduling/tiers.py",
+        "rollout/test_updates_in_flight.py",
+        "if not self._swaps or held.version != self.tiers.version:",
+        "if not self._swaps:",
+    ),
+    Bug(
         "tokens of tools are learned",
         "rollout/chats/session_record.py",
         "recipes/loops/test_conversation.py",

@@ -150,6 +150,12 @@ def measures_by_steady_clocks(file: str, node: ast.AST) -> Iterator[str]:
         yield f"reads {name}: measure with time.monotonic or memsaver.system.clock"
 
 
+def logs_no_exception(file: str, node: ast.AST) -> Iterator[str]:
+    logs = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_log.")
+    if logs and any(isinstance(part, ast.Name) and part.id == "error" for part in node.args):
+        yield "logs an exception, whose frames keep an engine's memory: log its text"
+
+
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
     for module in imports(node):
         shared = starts(module, "tests.helpers") or module == "tests.planted"
@@ -191,6 +197,7 @@ def _private(name: str) -> bool:
         (CHAIN, enters_by_a_face),
         (CHAIN, nests_no_comprehension),
         (CHAIN, measures_by_steady_clocks),
+        (CHAIN, logs_no_exception),
         (["tests", "benchmarks"], takes_helpers_from_their_place),
         (["trainer_bridge", "tests", "benchmarks"], reads_public_state),
     ],

@@ -182,7 +182,7 @@ class LowerTiers:
         except BackendError as error:
             if self.disk_error is None:  # log once, because a full disk fails for many pages
                 message = "KV page not stored on disk, its tokens will be computed again: %s"
-                _log.warning(message, error)
+                _log.warning(message, str(error))
             self.lost_pages += 1
             self.disk_error = error
 
@@ -419,7 +419,8 @@ class TieredPrefixCache(RadixCache):
                 self._last = self.lower.save(hashes, device_pages) or self._last
             except (RuntimeError, OSError, MemoryError) as error:
                 # The request does not depend on this copy, so it must not fail.
-                _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
+                text = "%d KV pages are not kept below the device: %s"
+                _log.warning(text, len(current), str(error))
 
     def _release(self, gone: list[RadixNode]) -> None:
         """Copy removed pages to the host under write_back, then free them."""

@@ -247,7 +247,7 @@ class Transactions:
             try:
                 self._hand_over_retained(to, self._pool.held_bytes if most is None else most)
             except LeaseError as error:  # the driver gets the memory instead
-                _log.info("%s", error)
+                _log.info("%s", str(error))
         if self._pool.extents:
             self.trim([], pool=True)
 

@@ -179,7 +179,7 @@ class TokenSteps:
         guilty = [sample for sample in samples if sample in self._suspects]
         self._suspects = frozenset(samples)
         text = "a step of samples %s failed, and %d of them end: %s: %s"
-        _log.warning(text, names_of(samples), len(guilty), type(error).__name__, error)
+        _log.warning(text, names_of(samples), len(guilty), type(error).__name__, str(error))
         for sample in guilty:
             sample.error = error
         self._scheduler.abort(guilty, "error")

@@ -76,7 +76,7 @@ class OwnerThread(ABC):
                 self._turn()
                 self._on_turn()
         except BaseException as error:
-            _log.warning("the loop of an engine ends: %s: %s", type(error).__name__, error)
+            _log.warning("the loop of an engine ends: %s: %s", type(error).__name__, str(error))
             end = error if isinstance(error, Exception) else StateError(f"{end}: {error!r}")
         self.engine.owner = None
         with self._lock:

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout import Engine, SamplingParams
+from rollout import Engine, KVTiers, SamplingParams
 from rollout.scheduling.samples import Step
 from tests.helpers.case_selection import rounds
 from tests.helpers.models import greedy
@@ -47,9 +47,15 @@ class Asked:
 
 
 class StepMachine(RuleBasedStateMachine):
-    @initialize(cached=st.booleans(), chunk=st.sampled_from([8, 64]), depth=st.integers(0, 2))
-    def build(self, cached: bool, chunk: int, depth: int) -> None:
-        sizes: dict[str, Any] = {"kv_tokens": 128, "max_running": 4, "prefix_cache": cached}
+    @initialize(
+        cache=st.sampled_from(["none", "device", "host"]),
+        chunk=st.sampled_from([8, 64]),
+        depth=st.integers(0, 2),
+    )
+    def build(self, cache: str, chunk: int, depth: int) -> None:
+        sizes: dict[str, Any] = {"kv_tokens": 128, "max_running": 4}
+        sizes["prefix_cache"] = cache != "none"
+        sizes["tiers"] = KVTiers(host_ratio=2.0) if cache == "host" else None
         self.engine = Engine.from_pretrained(checkpoint(), max_prefill_tokens=chunk, **sizes)
         self.asked: dict[int, Asked] = {}
         self.seeds = {0: 0}  # of the models, by version

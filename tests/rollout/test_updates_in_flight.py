@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from memsaver import StateError
-from rollout import Completion, Engine, SamplingParams
+from rollout import Completion, Engine, KVTiers, SamplingParams
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.saved import Saved
@@ -80,6 +81,23 @@ def test_siblings_and_later_turns_use_no_old_keys(engine: Engine) -> None:
     turn = LONG + answers[0] + SHORT
     assert engine.generate([turn], PARAMS)[0][0].token_ids == greedy(tiny(1), turn, LENGTH)
     engine.check_integrity()
+
+
+def test_preempted_request_leaves_no_old_keys_on_the_host(saved: Saved) -> None:
+    """Of two requests that an update found running, one is preempted; nobody finds its pages."""
+    path, _ = saved("qwen3", **TINY)
+    sizes: dict[str, Any] = {"kv_tokens": 160, "max_running": 2, "tiers": KVTiers(host_ratio=4.0)}
+    engine = Engine.from_pretrained(path, **sizes)
+    prompts = random_prompts((60, 60), seed=3)
+    long = replace(PARAMS, max_tokens=30)  # both need a sixth page, and there are ten
+    ids = [engine.submit(prompt, long) for prompt in prompts]
+    run_until(engine, ids[0], 2)
+    update(engine, 1, seed=1, in_flight="keep")
+    finish(engine, ids)
+    assert engine.scheduler.preemptions == 1
+    for prompt in prompts:
+        assert engine.generate([prompt], PARAMS)[0][0].token_ids == greedy(tiny(1), prompt, LENGTH)
+        engine.check_integrity()
 
 
 def test_updates_refuse_running_requests_unless_told_otherwise(engine: Engine) -> None:
