@@ -151,8 +151,9 @@ def measures_by_steady_clocks(file: str, node: ast.AST) -> Iterator[str]:
 
 
 def logs_no_exception(file: str, node: ast.AST) -> Iterator[str]:
-    logs = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_log.")
-    if logs and any(isinstance(part, ast.Name) and part.id == "error" for part in node.args):
+    if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("_log."):
+        return
+    if any(isinstance(part, ast.Name) and part.id == "error" for part in node.args):
         yield "logs an exception, whose frames keep an engine's memory: log its text"
 
 
