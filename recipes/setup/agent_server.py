@@ -128,9 +128,9 @@ def _tell(stream: TokenStream, done: Future[list[Completion]]) -> None:
     else:
         for at, sample in enumerate(done.result()):
             numbers = sample.token_ids, sample.logprobs, sample.weight_versions
-            top = sample.top_logprobs
-            piece = Output(0, at, *numbers, sample.finish_reason, top_logprobs=top)
-            stream.arrived.append(piece)
+            names = "top_logprobs", "prompt_logprobs", "cached_tokens"
+            more = {name: getattr(sample, name) for name in names}
+            stream.arrived.append(Output(0, at, *numbers, sample.finish_reason, **more))
         stream.future.set_result(done.result())
     with contextlib.suppress(RuntimeError):  # the server's event loop has ended
         stream.events.call_soon_threadsafe(stream.wake)

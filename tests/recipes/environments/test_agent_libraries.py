@@ -49,6 +49,7 @@ class ScriptedEngine:
             logprobs=[-0.5] * len(ids),
             finish_reason="stop",
             weight_versions=[1] * len(ids),
+            cached_tokens=len(self.prompts),
         )
         answer: Future[list[Completion]] = Future()
         answer.set_result([sample])
@@ -92,6 +93,7 @@ def test_a_conversation_is_one_row_of_what_was_sampled(server: AgentServer, solv
     roles = [message["role"] for message in row.messages]
     assert roles == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert row.ended and not record.cut_off
+    assert [turn.completion.cached_tokens for turn in record.turns] == [1, 2, 3]
 
 
 COMMAND = """

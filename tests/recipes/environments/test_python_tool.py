@@ -46,9 +46,9 @@ def test_the_model_sees_what_a_program_prints_or_its_error(
 def test_nothing_of_a_program_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither files nor processes, whether it ends or takes too long."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(python_tool, "SECONDS", 0.7)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert Python().python(f"{CHILD}; print(1)") == "1\n"
+    monkeypatch.setattr(python_tool, "SECONDS", 0.7)
     with pytest.raises(TimeoutError, match="took longer than 0.7 s"):
         Python().python(f"{CHILD}; {SLEEP}")
     until(lambda: not any(map(sleeps, psutil.process_iter(["cmdline", "status"]))))
