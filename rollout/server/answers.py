@@ -123,8 +123,8 @@ class AnsweredSample:
             messages=body.messages if isinstance(body, ChatBody) else (),
             answer=_whole_message({**delta, **self._told})["message"],
         )
-        chat = body if isinstance(body, ChatBody) else None
-        record.add(turn, *((chat.tools, chat.chat_template_kwargs) if chat else ()))
+        how = (body.tools, body.chat_template_kwargs) if isinstance(body, ChatBody) else ()
+        record.add(turn, *how)
 
     def _settled(self, now: AnswerMessage) -> dict[str, str]:
         """Return the texts of a message that later tokens do not change."""

@@ -184,7 +184,7 @@ class ChatBody(SampledBody):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Return the tools whose calls are read; the prompt has all, whatever the choice."""
+        """Return the tools whose calls are read. The prompt has all tools."""
         return [] if self.tool_choice == "none" else self.tools
 
     @model_validator(mode="after")
