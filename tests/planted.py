@@ -689,8 +689,15 @@ BUGS = [
         "a sample of older weights is swapped out under the names of present pages",
         "rollout/scheduling/tiers.py",
         "rollout/test_updates_in_flight.py",
-        "if not self._swaps or held.version != self.tiers.version:",
-        "if not self._swaps:",
+        "present = held.version == self.tiers.version",
+        "present = True",
+    ),
+    Bug(
+        "host pages of parked samples are lost with their names",
+        "kvcache/tiers/tiered_prefix.py",
+        "rollout/test_swap.py",
+        "        self.host.allocator.share(pages)\n        self._private",
+        "        self._private",
     ),
     Bug(
         "tokens of tools are learned",

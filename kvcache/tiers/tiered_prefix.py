@@ -1,8 +1,10 @@
 """The prefix cache over device, host and disk, and the store of pages below the device."""
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -40,7 +42,7 @@ class LowerTiers:
         self.lost_pages = 0
         self.disk_error: BackendError | None = None
         self._pages: VersionedLRU[int] = VersionedLRU(version)  # hash -> host page
-        self._private: set[int] = set()  # host pages that have no hash
+        self._private: Counter[int] = Counter()  # owners of host pages besides their hashes
         self._read = torch.empty(host.page_bytes, dtype=torch.uint8)
 
     @property
@@ -60,7 +62,8 @@ class LowerTiers:
 
     @property
     def private_pages(self) -> int:
-        return len(self._private)
+        """Return the pages that are owned privately; one with two owners counts twice."""
+        return self._private.total()
 
     def take_private(self, count: int, wanted: frozenset[bytes]) -> tuple[int, ...]:
         """Allocate host pages without keys; none if that would drop `wanted` pages."""
@@ -71,10 +74,18 @@ class LowerTiers:
         self._private.update(taken.tolist())
         return tuple(taken.tolist())
 
+    def share_private(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """Own the host pages of leading keys privately, too, so that they outlive their keys."""
+        found = takewhile(lambda page: page is not None, map(self._pages.use, keys))
+        pages = tuple(page for page in found if page is not None)
+        self.host.allocator.share(pages)
+        self._private.update(pages)
+        return pages
+
     def free_private(self, pages: Sequence[int]) -> None:
-        """Free pages of `take_private`, even while they are being copied."""
-        assert self._private.issuperset(pages), "pages are freed once"
-        self._private.difference_update(pages)
+        """Free pages of `take_private` or `share_private`, even while they are being copied."""
+        self._private.subtract(pages)
+        assert all(self._private[page] >= 0 for page in pages), "pages are freed once"
         self.host.allocator.free_pages(pages)
 
     def raise_version(self, version: int) -> None:
@@ -136,10 +147,10 @@ class LowerTiers:
     def check_integrity(self) -> None:
         """Raise AssertionError if the host's ledger and the entries of this store differ."""
         self.host.allocator.check_integrity()
-        held = sorted([*self._pages.values(), *self._private])
-        all_pages = np.arange(1, self.host.allocator.total_pages + 1)
-        owned = all_pages[self.host.allocator.ref_counts(all_pages) > 0]
-        assert held == owned.tolist(), "the allocated host pages are not those with an entry"
+        held = Counter(self._pages.values()) + self._private
+        all_pages = range(1, self.host.allocator.total_pages + 1)
+        owners = self.host.allocator.ref_counts(np.array(all_pages)).tolist()
+        assert owners == [held[page] for page in all_pages], "host pages have other owners"
 
     def _from_disk(self, key: bytes, wanted: frozenset[bytes]) -> int:
         """Read a page from disk to a host page; return 0 if it is absent or has no room."""
@@ -160,19 +171,31 @@ class LowerTiers:
     def _take(self, count: int, wanted: frozenset[bytes]) -> Int64Array:
         """Allocate up to `count` host pages, evicting pages that are not among `wanted`."""
         ledger = self.host.allocator
-        while ledger.available_pages < count:
-            oldest = self._pages.oldest()
-            if oldest is None or (oldest.version == self.version and oldest.key in wanted):
+        while (short := count - ledger.available_pages) > 0:
+            if not self._drop(short, wanted):
                 break
-            self._pages.drop()
-            try:
-                if oldest.version == self.version:
-                    self._to_disk(oldest.key, oldest.value)
-            finally:
-                ledger.free_pages([oldest.value])
         pages = ledger.alloc_pages(min(count, ledger.available_pages))
         assert pages is not None
         return pages
+
+    def _drop(self, count: int, wanted: frozenset[bytes]) -> int:
+        """Drop up to `count` of the least recently used pages, none of `wanted`; return how many.
+
+        All are freed together, which takes hardly longer than to free one.
+        """
+        dropped: list[int] = []
+        try:
+            while len(dropped) < count and (oldest := self._pages.oldest()) is not None:
+                present = oldest.version == self.version
+                if present and oldest.key in wanted:
+                    break
+                self._pages.drop()
+                dropped.append(oldest.value)
+                if present:
+                    self._to_disk(oldest.key, oldest.value)
+        finally:
+            self.host.allocator.free_pages(dropped)
+        return len(dropped)
 
     def _to_disk(self, key: bytes, page: int) -> None:
         if self.disk is None or self.disk.use(key):
@@ -336,8 +359,16 @@ class TieredPrefixCache(RadixCache):
                 raise
         return pages
 
+    def share_private(self, hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Keep the host pages of leading hashes beyond the present version, without a copy.
+
+        Returns:
+            The host pages, as many as the host has.
+        """
+        return self.lower.share_private(hashes)
+
     def load_private(self, pages: Sequence[int], slots: torch.Tensor) -> HostTransfer:
-        """Start to copy pages of `store_private` to device slots, int64 `[n]`.
+        """Start to copy pages of `share_private` and `store_private` to device slots, int64 `[n]`.
 
         Raises:
             ValueError: The pool's fp8 scales have changed.

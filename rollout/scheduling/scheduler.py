@@ -471,8 +471,10 @@ class Scheduler:
                 self._release(member)
 
     def _release(self, sample: Sample) -> None:
+        # What is parked is all on the host already.
+        parked = sample.swapped is not None and sample.swapped.private
         try:
-            self.blocks.release(_handle(sample), sample.kept_tokens())
+            self.blocks.release(_handle(sample), () if parked else sample.kept_tokens())
         finally:
             self.rows.end(sample)
             self._decoding = sample.handle = None

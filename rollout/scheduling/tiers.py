@@ -66,11 +66,12 @@ class TieredBlocks(PrefixBlocks):
         self, handle: ReqHandle, tokens: Sequence[int], private: bool = False
     ) -> Swapped | None:
         held = self._held[handle]
+        present = held.version == self.tiers.version
+        hashes = page_hashes(tokens, self.tiers.page_size, held.namespace) if present else []
         if private:
-            return self._park(handle, len(tokens), held.version)
-        if not self._swaps or held.version != self.tiers.version:
+            return self._park(handle, len(tokens), held.version, hashes)
+        if not self._swaps or not present:
             return None
-        hashes = page_hashes(tokens, self.tiers.page_size, held.namespace)
         kept = self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
         pages: tuple[int, ...] = ()
         whole = len(hashes) * self.tiers.page_size
@@ -80,12 +81,23 @@ class TieredBlocks(PrefixBlocks):
             self.tiers.wait_for_copies()  # the caller frees the sequence's pages next
         return Swapped(tokens=len(tokens), version=held.version, pages=pages) if kept else None
 
-    def _park(self, handle: ReqHandle, tokens: int, version: int) -> Swapped | None:
-        """Copy all that a sequence has computed to host pages of its own."""
+    def _park(
+        self, handle: ReqHandle, tokens: int, version: int, hashes: Sequence[bytes]
+    ) -> Swapped | None:
+        """Keep all that a sequence has computed on the host; what is there is not copied again.
+
+        So siblings share the pages of their prompt there.
+        """
         self._notice_format()
-        pages = self._store(handle, 0, tokens)
+        self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
+        shared = self.tiers.share_private(hashes)
+        whole = len(shared) * self.tiers.page_size
+        own = self._store(handle, whole, tokens) if whole < tokens else ()
+        if whole < tokens and not own:
+            self.tiers.lower.free_private(shared)
+            return None
         how: Any = {"private": True, "format": self._format}
-        return Swapped(tokens=tokens, version=version, pages=pages, **how) if pages else None
+        return Swapped(tokens=tokens, version=version, pages=(*shared, *own), **how)
 
     def _store(
         self, handle: ReqHandle, first: int, last: int, wanted: Sequence[bytes] = ()

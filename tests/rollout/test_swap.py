@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.tiers import HostKVCache
 from rollout import Completion, Engine, Output, SamplingParams
 from rollout.engine.stepping import joined
 from tests.helpers.case_selection import pairwise
@@ -178,6 +179,41 @@ def test_parked_request_goes_on_over_its_keys_under_new_weights(path: Path, how:
     again = engine.generate([prompt, prompt + first + last.token_ids], replace(LONG, max_tokens=4))
     for asked, (answer,) in zip((prompt, prompt + first + last.token_ids), again, strict=True):
         assert answer.token_ids == greedy(tiny(1), asked, 4)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_parked_siblings_share_their_prompt_on_the_host(
+    path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied once, at the prefill or before the sleep, and serves all, after a sync, too."""
+    engine, copied = tiered(path, kv_tokens=512, write_policy=policy), list[int]()
+    (prompt,) = random_prompts((70,))
+    backup = HostKVCache.backup_from_device_all_layer
+
+    def counted(host: HostKVCache, rows: Any, slots: Any) -> Any:
+        copied.append(len(slots))
+        return backup(host, rows, slots)
+
+    monkeypatch.setattr(HostKVCache, "backup_from_device_all_layer", counted)
+    engine.submit(prompt, replace(LONG, n=4))
+    for _ in range(8):
+        engine.step()
+    pages, computed = blocks_of(engine).tiers.page_size, engine.scheduler.running[0].length - 1
+    copied.clear()
+    engine.sleep(2, unfinished="keep")
+    there = len(prompt) // pages * pages if policy == "write_through" else 0
+    whole = computed // pages * pages  # of prompt and answers, which are equal
+    assert sum(copied) == whole - there + 4 * (computed - whole)
+    engine.wake_up()
+    lose_device(engine)
+    update(engine, 1, seed=1, in_flight="keep")
+    before = engine.stats.computed_tokens
+    (answers,) = finish(engine)
+    assert engine.stats.computed_tokens - before == 4 * (
+        len(prompt) + LONG.max_tokens - 1 - computed
+    )
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert blocks_of(engine).swapped_pages() == 0
 
 
 def test_requests_without_room_on_the_host_or_without_tiers_are_computed_again(path: Path) -> None:

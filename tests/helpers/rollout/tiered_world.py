@@ -44,13 +44,13 @@ class Recorded(TieredBlocks):
 
     Attributes:
         admitted: Handle, computed tokens, and the expected rows of those that were parked.
-        parked: The rows of parked samples, by their host pages.
+        parked: The rows of parked samples, by the identity of what they were swapped to.
     """
 
     def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
         super().__init__(blocks, config)
         self.admitted: list[tuple[ReqHandle, list[int], Rows | None]] = []
-        self.parked: dict[tuple[int, ...], Rows] = {}
+        self.parked: dict[int, Rows] = {}
         self.dice = dice
 
     def swap_out(
@@ -64,7 +64,7 @@ class Recorded(TieredBlocks):
             pool = self.blocks.pool
             assert isinstance(pool, TokenPool)
             stored = pool.stored.items()
-            self.parked[swapped.pages] = {name: part[:, slots].clone() for name, part in stored}
+            self.parked[id(swapped)] = {name: part[:, slots].clone() for name, part in stored}
         return swapped
 
     def admit(
@@ -77,7 +77,7 @@ class Recorded(TieredBlocks):
         assert admitted is not None
         handle, computed = admitted
         whole = swapped is not None and swapped.private and computed == swapped.tokens
-        rows = self.parked.pop(swapped.pages) if swapped is not None and whole else None
+        rows = self.parked.pop(id(swapped)) if whole else None
         self.admitted.append((handle, list(tokens[:computed]), rows))
         return admitted
 
