@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -76,11 +75,14 @@ class LowerTiers:
 
     def share_private(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Own the host pages of leading keys privately, too, so that they outlive their keys."""
-        found = takewhile(lambda page: page is not None, map(self._pages.use, keys))
-        pages = tuple(page for page in found if page is not None)
+        pages: list[int] = []
+        for key in keys:
+            if (page := self._pages.use(key)) is None:
+                break
+            pages.append(page)
         self.host.allocator.share(pages)
         self._private.update(pages)
-        return pages
+        return tuple(pages)
 
     def free_private(self, pages: Sequence[int]) -> None:
         """Free pages of `take_private` or `share_private`, even while they are being copied."""

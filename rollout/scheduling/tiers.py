@@ -1,5 +1,6 @@
 """Prefix blocks with host and disk tiers below the device pool."""
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Sequence
@@ -92,10 +93,14 @@ class TieredBlocks(PrefixBlocks):
         self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
         shared = self.tiers.share_private(hashes)
         whole = len(shared) * self.tiers.page_size
-        own = self._store(handle, whole, tokens) if whole < tokens else ()
-        if whole < tokens and not own:
-            self.tiers.lower.free_private(shared)
-            return None
+        own: tuple[int, ...] = ()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.tiers.lower.free_private, shared)
+            if whole == tokens:
+                self.tiers.wait_for_copies()  # the caller frees the sequence's pages next
+            elif not (own := self._store(handle, whole, tokens)):
+                return None
+            undo.pop_all()
         how: Any = {"private": True, "format": self._format}
         return Swapped(tokens=tokens, version=version, pages=(*shared, *own), **how)
 

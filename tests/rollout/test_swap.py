@@ -231,6 +231,23 @@ def test_requests_without_room_on_the_host_or_without_tiers_are_computed_again(p
         assert (engine.stats.swapped_back > 0) == (engine is small)
 
 
+def test_sleep_that_fails_on_the_host_leaves_no_pages_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiered(path, kv_tokens=512)
+    for prompt in crowd():
+        engine.submit(prompt, LONG, stream=False)
+    for _ in range(4):
+        engine.step()
+    with failing(blocks_of(engine).tiers, "store_private", 1, monkeypatch):
+        engine.sleep(unfinished="keep")
+    blocks_of(engine).tiers.check_integrity()
+    waiting = [sample.swapped for sample in engine.scheduler.waiting if sample.swapped]
+    assert blocks_of(engine).swapped_pages() == sum(len(swapped.pages) for swapped in waiting) > 0
+    engine.wake_up()
+    check(tiny(0), crowd(), finish(engine))
+
+
 def test_parked_requests_that_end_leave_no_host_pages(path: Path) -> None:
     engine = tiered(path, kv_tokens=512)
     ids = [engine.submit(prompt, LONG) for prompt in crowd()]
