@@ -38,6 +38,7 @@ def test_kv_pool_holds_all_requests_that_run_together(
     rows = [json.dumps({"question": f"{number}?", "answer": "1"}) for number in range(1000)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
     local: dict[str, Any] = {"data": str(tmp_path / "data.jsonl"), "subset": None}
+    local["environment"] = None  # whose tools the tokenizer's template does not take
     # Prompts of equal tokens are one prompt, so the tokenizer must know their words.
     words = [*TOY_WORDS, "+", "-", *map(str, range(1000)), *(f"{n}?" for n in range(1000))]
     monkeypatch.setattr("recipes.setup.preparation.load_tokenizer", lambda _: toy_tokenizer(words))
