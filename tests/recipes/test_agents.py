@@ -56,7 +56,10 @@ def test_a_resumed_run_repeats_forks(
     "words",
     [
         ("algorithm=ppo", "loss.kl_coef=0.1"),
-        ("correction.mode=decoupled", "grpo.baseline=batch", "grpo.scale=batch"),
+        pytest.param(
+            ("correction.mode=decoupled", "grpo.baseline=batch", "grpo.scale=batch"),
+            marks=pytest.mark.extended,
+        ),
         ("loss.kl_coef=0.1", "loss.kl_in=reward", "loop.mini_batches=2", "loop.epochs=2"),
     ],
 )
