@@ -66,13 +66,14 @@ class TieredBlocks(PrefixBlocks):
     def swap_out(
         self, handle: ReqHandle, tokens: Sequence[int], private: bool = False
     ) -> Swapped | None:
+        self._notice_format()  # first, because it may raise the version
         held = self._held[handle]
         present = held.version == self.tiers.version
+        if not private and not (self._swaps and present):
+            return None
         hashes = page_hashes(tokens, self.tiers.page_size, held.namespace) if present else []
         if private:
             return self._park(handle, len(tokens), held.version, hashes)
-        if not self._swaps or not present:
-            return None
         kept = self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
         pages: tuple[int, ...] = ()
         whole = len(hashes) * self.tiers.page_size
@@ -89,7 +90,6 @@ class TieredBlocks(PrefixBlocks):
 
         So siblings share the pages of their prompt there.
         """
-        self._notice_format()
         self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
         shared = self.tiers.share_private(hashes)
         whole = len(shared) * self.tiers.page_size

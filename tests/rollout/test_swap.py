@@ -231,6 +231,25 @@ def test_requests_without_room_on_the_host_or_without_tiers_are_computed_again(p
         assert (engine.stats.swapped_back > 0) == (engine is small)
 
 
+def test_parked_bytes_of_other_scales_are_no_prefix(path: Path) -> None:
+    """Scales that changed before the sleep make what was computed a miss, on the host, too."""
+    (prompt,) = random_prompts((70,))
+    fields: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+    engine = tiered(path, kv_tokens=512, engine=fields, write_policy="write_back")
+    engine.submit(prompt, LONG)
+    for _ in range(6):
+        engine.step()
+    engine.kv_pool.set_scales(1, 0.25, 0.03)
+    engine.sleep(unfinished="keep")
+    hits = engine.stats.prefix_hit_tokens
+    engine.wake_up()
+    for id in engine.unfinished:
+        engine.abort(id)
+    finish(engine)
+    run(engine, [prompt], LONG)
+    assert engine.stats.prefix_hit_tokens == hits, "bytes of other scales were found"
+
+
 def test_sleep_that_fails_on_the_host_leaves_no_pages_there(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
